@@ -1,0 +1,1 @@
+"""Builds the token caches that training reads."""

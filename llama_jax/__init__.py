@@ -1,0 +1,1 @@
+"""Llama-style language models trained from scratch in JAX."""
