@@ -1,0 +1,288 @@
+"""Configs: from a preset file and overrides to checked settings and the numbers derived from them. Needs no JAX.
+
+The settings themselves stand in `fields.py`. `load()` reads a file of `configs/`,
+applies overrides and returns a finalized, locked ConfigDict whose `derived` part holds the exact budget.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from llama_jax import budget, flops
+from llama_jax.errors import ConfigError
+from llama_jax.fields import FIELDS, checked, find, from_text
+
+
+def default() -> ConfigDict:
+    """All fields with their defaults, as a locked ConfigDict (get_config() of a preset starts here)."""
+    config = ConfigDict()
+    for path, field in FIELDS.items():
+        section, _, key = path.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict()
+        holder = config[section] if section else config
+        if field.kind is None:
+            holder[key] = field.default
+        else:  # optional: None and values of its type are both allowed
+            holder[key] = config_dict.placeholder(field.kind)
+            holder[key] = field.default
+    return config.lock()
+
+
+def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ConfigDict:
+    """The finalized config of a preset file (`get_config()`) or a resolved config.json, with dotted overrides applied.
+
+    Raises ConfigError naming file, field and range.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist")
+    if path.suffix == ".json":
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        config = _from_plain(stored.get("config", stored))
+    else:
+        spec = importlib.util.spec_from_file_location(f"llama_jax_config_{path.stem}", path)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"config file {path} must be a .py or .json file")
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+            config = module.get_config()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"config file {path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"config file {path}: get_config() must return a ConfigDict")
+    for field, value in (overrides or {}).items():
+        setfind(config, field, value)
+    return finalize(config)
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
+    """Splits command-line words into (config file, dotted overrides, the rest).
+
+    Takes --config=FILE and --config.FIELD=VALUE, with = or as two words. Raises ConfigError on a missing value.
+    """
+    file, overrides, rest = None, {}, []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("--", "", 1) if name.startswith("--") else name.removeprefix("-")
+        if not word.startswith("-") or not (name == "config" or name.startswith("config.")):
+            rest.append(word)
+            continue
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise ConfigError(f"{word} needs a value: {word}=VALUE")
+            value = words.pop(0)
+        if name == "config":
+            file = value
+        else:
+            overrides[name.removeprefix("config.")] = value
+    return file, overrides, rest
+
+
+def setfind(config: ConfigDict, path: str, value: Any) -> None:
+    """Sets a dotted field to a typed value or to its text form ("None" empties an optional field).
+
+    Raises ConfigError for an unknown field, a wrong type or a value out of range.
+    """
+    field = find(path)
+    if isinstance(value, str) and field.type is not str:
+        value = from_text(path, field, value)
+    value = checked(path, field, value)
+    section, _, key = path.rpartition(".")
+    holder = config[section] if section else config
+    holder[key] = value
+
+
+def finalize(config: ConfigDict) -> ConfigDict:
+    """Checks every field and every relation between fields, and adds `derived`. Returns a new locked ConfigDict.
+
+    Raises ConfigError naming the field and its range. Idempotent.
+    """
+    plain = config.to_dict()
+    plain.pop("derived", None)
+    values = _flatten(plain)
+    missing = sorted(set(FIELDS) - set(values))
+    for path in values:
+        find(path)
+    if missing:
+        raise ConfigError(f"config lacks the field {missing[0]}; start from llama_jax.config.default()")
+    result = default()
+    for path, value in values.items():
+        setfind(result, path, value)
+    derived = _derive(result)
+    with result.unlocked():
+        result.derived = ConfigDict(derived)
+    return result.lock()
+
+
+def make_plan(config: ConfigDict) -> budget.Plan:
+    """The update plan of a finalized config, in sequences over all workers."""
+    training = config.training
+    try:
+        return budget.make_plan(
+            flops.unique_params(config.model),
+            config.model.context,
+            training.batch_targets // config.model.context,
+            training.sequence_multiple,
+            training.epoch_targets_per_parameter,
+            training.targets_per_parameter,
+            training.total_targets,
+            training.total_updates,
+        )
+    except ValueError as error:
+        raise ConfigError(f"training: {error}") from error
+
+
+def to_dict(config: ConfigDict) -> dict[str, Any]:
+    """Plain nested dictionary of all fields and derived numbers, ready for JSON."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def from_dict(stored: Mapping[str, Any]) -> ConfigDict:
+    """The finalized config of what to_dict() gave. Raises ConfigError on unknown or missing fields."""
+    return finalize(_from_plain(stored))
+
+
+def diff(old: Mapping[str, Any], new: Mapping[str, Any], execution: bool = False) -> list[tuple[str, Any, Any]]:
+    """Fields that differ between two to_dict() results as (field, old, new), in the order of FIELDS.
+
+    Recipe fields only, unless `execution` asks for the execution-only ones too; "absent" stands for a missing field.
+    """
+    before, after = _flatten(old), _flatten(new)
+    paths = [*FIELDS, *sorted((before.keys() | after.keys()) - FIELDS.keys())]
+    result = []
+    for path in paths:
+        if path.startswith("derived.") or (path in FIELDS and FIELDS[path].execution and not execution):
+            continue
+        a, b = before.get(path, "absent"), after.get(path, "absent")
+        if a != b or type(a) is not type(b):
+            result.append((path, a, b))
+    return result
+
+
+def _derive(config: ConfigDict) -> dict[str, int]:
+    """Relations between fields, then the exact numbers of the run."""
+    model, training, runtime = config.model, config.training, config.runtime
+    workers = config.decentralized.workers
+
+    def require(condition: bool, field: str, message: str) -> None:
+        if not condition:
+            raise ConfigError(f"{field} {message}")
+
+    def exactly_one(section: str, names: Sequence[str]) -> None:
+        chosen = [name for name in names if config[section][name] is not None]
+        require(
+            len(chosen) == 1,
+            f"{section}: exactly one of {', '.join(names)}",
+            f"must be set, not {len(chosen)}"
+            + (f" ({', '.join(chosen)}); empty one with --config.{section}.{chosen[0]}=None" if chosen else ""),
+        )
+
+    require(model.width % model.heads == 0, "model.heads", f"= {model.heads} must divide model.width = {model.width}")
+    head = model.width // model.heads
+    require(head % 2 == 0, "model.heads", f"= {model.heads} gives head size {head}, which must be even")
+    kv_heads = model.kv_heads or model.heads
+    require(model.heads % kv_heads == 0, "model.kv_heads", f"= {kv_heads} must divide model.heads = {model.heads}")
+    require(
+        model.rope_scaling == "none" or model.rope_low_freq < model.rope_high_freq,
+        "model.rope_low_freq",
+        f"= {model.rope_low_freq} must be below model.rope_high_freq = {model.rope_high_freq}",
+    )
+    exactly_one("training", ["targets_per_parameter", "total_targets", "total_updates"])
+    exactly_one("lr_schedule", ["warmup_steps", "warmup_fraction"])
+
+    row = model.context * workers
+    require(
+        training.batch_targets % row == 0,
+        "training.batch_targets",
+        f"= {training.batch_targets} must be a multiple of context x workers = {row}",
+    )
+    local = training.batch_targets // row
+    require(
+        training.microbatch <= local and local % training.microbatch == 0,
+        "training.microbatch",
+        f"= {training.microbatch} must divide the {local} sequences that a worker has in an update",
+    )
+    require(
+        training.microbatch % runtime.mesh_data == 0,
+        "runtime.mesh_data",
+        f"= {runtime.mesh_data} must divide training.microbatch = {training.microbatch}",
+    )
+    require(
+        workers % runtime.mesh_worker == 0,
+        "runtime.mesh_worker",
+        f"= {runtime.mesh_worker} must divide decentralized.workers = {workers}",
+    )
+    require(
+        training.sequence_multiple % workers == 0,
+        "training.sequence_multiple",
+        f"= {training.sequence_multiple} must be a multiple of decentralized.workers = {workers}",
+    )
+    require(
+        config.evaluation.batch_sequences % runtime.mesh_data == 0,
+        "evaluation.batch_sequences",
+        f"= {config.evaluation.batch_sequences} must be a multiple of runtime.mesh_data = {runtime.mesh_data}",
+    )
+    require(
+        not (runtime.deterministic and model.attention in ("cudnn", "xla")),
+        "model.attention",
+        f"= {model.attention} can't be used with runtime.deterministic, which needs auto or reference",
+    )
+    require(
+        not (runtime.deterministic and model.head == "chunked"),
+        "model.head",
+        "= chunked can't be used with runtime.deterministic, which needs auto or plain",
+    )
+    plan = make_plan(config)
+    schedule = config.lr_schedule
+    if schedule.warmup_steps is not None:
+        warmup = schedule.warmup_steps * training.batch_targets
+        require(
+            warmup <= plan.total_targets,
+            "lr_schedule.warmup_steps",
+            f"= {schedule.warmup_steps} updates are {warmup} targets, more than the budget of {plan.total_targets}; "
+            "set lr_schedule.warmup_steps=None and lr_schedule.warmup_fraction",
+        )
+    return {
+        "unique_params": flops.unique_params(model),
+        "non_embedding_params": flops.non_embedding_params(model),
+        "total_targets": plan.total_targets,
+        "total_sequences": plan.total_sequences,
+        "total_updates": plan.total_updates,
+        "epochs": len(plan.boundaries),
+        "epoch_targets": plan.boundaries[0] * model.context,
+        "batch_sequences": training.batch_targets // model.context,
+        "accumulation": local // training.microbatch,
+        "head_size": head,
+        "kv_heads": kv_heads,
+    }
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _from_plain(stored: Mapping[str, Any]) -> ConfigDict:
+    values = _flatten({key: value for key, value in stored.items() if key != "derived"})
+    config = default()
+    for path in FIELDS:
+        if path not in values:
+            raise ConfigError(f"stored config lacks the field {path}")
+    for path, value in values.items():
+        setfind(config, path, value)
+    return config
