@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Makes .venv in this checkout and installs llama_jax into it. Run again at any time: nothing happens when it is up to date.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bash scripts/setup.sh [--cpu | --cuda12 | --cuda13 | --tpu] [--dev]
+
+  --cpu      JAX for the CPU (default)
+  --cuda12   JAX for NVIDIA GPUs with CUDA 12; needs Python 3.12 or newer
+  --cuda13   JAX for NVIDIA GPUs with CUDA 13; needs Python 3.12 or newer
+  --tpu      JAX for Cloud TPUs
+  --dev      also what the tests and checks need
+
+environment:
+  PYTHON     the Python to use (default: the first suitable one found)
+  VENV       the folder of the environment (default: .venv in the checkout)
+TEXT
+}
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+device="" dev=0
+for argument in "$@"; do
+  case "$argument" in
+    --cpu | --cuda12 | --cuda13 | --tpu)
+      [[ -z "$device" || "$device" == "${argument#--}" ]] || fail "--$device and $argument exclude each other"
+      device="${argument#--}"
+      ;;
+    --dev) dev=1 ;;
+    -h | --help)
+      usage
+      exit 0
+      ;;
+    *)
+      usage >&2
+      fail "unknown argument: $argument"
+      ;;
+  esac
+done
+device="${device:-cpu}"
+
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+venv="${VENV:-.venv}"
+minor=11
+[[ "$device" == cuda* ]] && minor=12 # the newest JAX for Python 3.11 is excluded on NVIDIA
+
+suitable() { "$1" -c "import sys; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1; }
+
+find_python() {
+  local candidate
+  if [[ -n "${PYTHON:-}" ]]; then
+    suitable "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.$minor or newer, which --$device needs"
+    printf '%s\n' "$PYTHON"
+    return
+  fi
+  for candidate in python3 python3.12 python3.11 python3.13 python3.14 python; do
+    if suitable "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  fail "--$device needs Python 3.$minor or newer and found none; install one, or name it: PYTHON=/path/to/python3"
+}
+
+# The environment: kept when it works, made anew when its Python is gone or its making was cut off.
+python="$venv/bin/python"
+if [[ -x "$python" ]] && "$python" -m pip --version >/dev/null 2>&1; then
+  suitable "$python" || fail "$venv holds $("$python" --version), --$device needs Python 3.$minor or newer: remove it or set VENV"
+else
+  base="$(find_python)"
+  printf 'setup: making %s with %s\n' "$venv" "$("$base" --version)"
+  "$base" -m venv --clear -- "$venv" || fail "$base cannot make a virtual environment; on Debian: apt-get install python3-venv"
+fi
+
+extras=(prepare report)
+[[ "$device" == cpu ]] || extras+=("$device")
+[[ "$dev" == 0 ]] || extras+=(test)
+
+# The stamp says which extras were installed from which pyproject, constraints and checkout.
+version="$("$python" -c 'import sys; print("%d%d" % sys.version_info[:2])')"
+constraints="constraints/py$version.txt"
+inputs=(pyproject.toml)
+[[ -f "$constraints" ]] && inputs+=("$constraints")
+digest="$("$python" - "${inputs[@]}" <<'CODE'
+import hashlib, pathlib, sys
+
+state = hashlib.sha256(str(pathlib.Path.cwd()).encode())
+for name in sys.argv[1:]:
+    state.update(pathlib.Path(name).read_bytes())
+print(state.hexdigest())
+CODE
+)"
+stamp="$venv/llama_jax.stamp"
+have=""
+if [[ -f "$stamp" ]]; then
+  { read -r installed_digest && read -r installed; } <"$stamp" || true
+  for other in cuda12 cuda13 tpu; do # two accelerator plugins in one environment would fight over the device
+    if [[ " ${installed:-} " == *" $other "* && "$device" != cpu && "$device" != "$other" ]]; then
+      fail "$venv was set up with --$other; remove it or set VENV to another folder for --$device"
+    fi
+  done
+  [[ "${installed_digest:-}" != "$digest" ]] || have="${installed:-}"
+  for extra in ${installed:-}; do # what was there before stays
+    [[ " ${extras[*]} " == *" $extra "* ]] || extras+=("$extra")
+  done
+fi
+missing=0
+for extra in "${extras[@]}"; do
+  [[ " $have " == *" $extra "* ]] || missing=1
+done
+if [[ "$missing" == 0 ]]; then
+  printf 'setup: %s is up to date (Python %s; %s)\n' "$venv" "${version/3/3.}" "${extras[*]}"
+  exit 0
+fi
+
+target=".[$(IFS=,; printf '%s' "${extras[*]}")]"
+pins=()
+if [[ -f "$constraints" ]]; then
+  pins=(--constraint "$constraints")
+  printf 'setup: installing llama_jax%s into %s with the versions of %s\n' "${target#.}" "$venv" "$constraints"
+else
+  printf 'setup: installing llama_jax%s into %s; no pinned versions for this Python, taking the newest\n' "${target#.}" "$venv"
+fi
+log="$venv/setup.log"
+if ! "$python" -m pip install --progress-bar off "${pins[@]}" --editable "$target" >"$log" 2>&1; then
+  tail -n 20 -- "$log" >&2
+  fail "the installation failed; everything pip said is in $log"
+fi
+printf '%s\n%s\n' "$digest" "${extras[*]}" >"$stamp.new"
+mv -- "$stamp.new" "$stamp"
+printf 'setup: done; use it with: source %s/bin/activate\n' "$venv"
