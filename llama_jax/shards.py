@@ -6,12 +6,14 @@ vocabulary is larger than 65,536. The manifest is written last, so a directory w
 A manifest is input from somebody else: every field is checked before it is used, and no name may leave the directory.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_jax.errors import DataError
+
+AnyPath = str | os.PathLike[str]
 
 FORMAT_VERSION = 1
 SHARD_TOKENS = 33_554_432
@@ -29,6 +33,8 @@ _CHUNK_BYTES = 2 << 20  # read, hashed and range-checked while it is in the CPU'
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TOO_LARGE = 1 << 53
+_WRITE = "it was not written: free space or fix permissions and repeat"
+_RESTORE = "restore it or prepare the cache again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +79,7 @@ def canonical_sha256(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+def read_manifest(directory: AnyPath) -> Manifest:
     """Reads and checks the manifest of a cache, and the size of every file it names; hashes nothing.
 
     Raises DataError naming the file: missing, unfinished, unknown version, dtype that does not fit the vocabulary,
@@ -94,7 +100,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     return _parse(directory, content)
 
 
-def write_manifest(directory: str | os.PathLike[str], content: dict[str, Any]) -> Manifest:
+def write_manifest(directory: AnyPath, content: dict[str, Any]) -> Manifest:
     """Writes the manifest atomically (temporary file, fsync, rename): the very last step of a preparation.
 
     `content` is what manifest.json holds; `format_version` and `finished` are filled in, Shard objects may stand for
@@ -104,15 +110,12 @@ def write_manifest(directory: str | os.PathLike[str], content: dict[str, Any]) -
     directory = Path(directory)
     path = directory / MANIFEST
     full = {"format_version": FORMAT_VERSION, "finished": True, **content}
-    text = json.dumps(full, default=_shard_dict, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(full, default=dataclasses.asdict, indent=1, allow_nan=False) + "\n"
     manifest = _parse(directory, json.loads(text))
     temporary = directory / (MANIFEST + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(text.encode())
-            _publish(file, temporary, path)
-    except OSError as error:
-        raise DataError(f"{path}: not written ({error.strerror}); free space or fix permissions and repeat") from None
+    with _disk(path, _WRITE), open(temporary, "wb") as file:
+        file.write(text.encode())
+        _publish(file, temporary, path)
     return manifest
 
 
@@ -123,9 +126,7 @@ class ShardWriter:
     Raises DataError naming the file: ids outside the dtype, or the disk's own error.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], split: str, dtype: str, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
+    def __init__(self, directory: AnyPath, split: str, dtype: str, shard_tokens: int = SHARD_TOKENS) -> None:
         self.shards: list[Shard] = []
         self._directory = Path(directory)
         self._split = split
@@ -151,12 +152,10 @@ class ShardWriter:
         array = np.ascontiguousarray(array, self._dtype)
         while array.size:
             piece = array[: self._shard_tokens - self._tokens]
-            try:
+            with _disk(self._path(), _WRITE):
                 if self._file is None:
                     self._file = open(self._temporary(), "wb")  # noqa: SIM115 (open over many calls)
                 self._file.write(_bytes(piece))
-            except OSError as error:
-                raise self._disk_error(error) from None
             self._hash.update(_bytes(piece))
             self._tokens += piece.size
             if self._tokens == self._shard_tokens:
@@ -170,11 +169,8 @@ class ShardWriter:
         return tuple(self.shards)
 
     def _finish_shard(self) -> None:
-        try:
-            with self._file:
-                _publish(self._file, self._temporary(), self._path())
-        except OSError as error:
-            raise self._disk_error(error) from None
+        with _disk(self._path(), _WRITE), self._file:
+            _publish(self._file, self._temporary(), self._path())
         self.shards.append(Shard(self._path().name, self._tokens, self._hash.hexdigest()))
         self._file, self._tokens, self._hash = None, 0, hashlib.sha256()
 
@@ -183,9 +179,6 @@ class ShardWriter:
 
     def _temporary(self) -> Path:
         return self._path().with_suffix(".bin.tmp")
-
-    def _disk_error(self, error: OSError) -> DataError:
-        return DataError(f"{self._path()}: not written ({error.strerror}); free space or fix permissions and repeat")
 
 
 def load_shard(manifest: Manifest, split: str, index: int, lookahead: bool = True) -> np.ndarray:
@@ -210,23 +203,16 @@ def read_shard(manifest: Manifest, split: str, index: int, out: np.ndarray | Non
     dtype = np.dtype(manifest.dtype)
     digest, largest = hashlib.sha256(), 0
     chunk = min(shard.tokens, _CHUNK_BYTES // dtype.itemsize)
-    buffer = np.empty(chunk, dtype) if out is None else None
-    try:
-        with open(path, "rb", buffering=0) as file:
-            _check_size(path, os.fstat(file.fileno()).st_size, shard, dtype)
-            for start in range(0, shard.tokens, chunk):
-                count = min(chunk, shard.tokens - start)
-                piece = buffer[:count] if buffer is not None else out[start : start + count]  # type: ignore[index]
-                _read_exactly(file, path, _bytes(piece))
-                digest.update(_bytes(piece))
-                largest = max(largest, int(piece.max()))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; restore the shard or prepare the cache again") from None
-    if digest.hexdigest() != shard.sha256:
-        raise DataError(
-            f"{path}: sha256 {digest.hexdigest()} is not the manifest's {shard.sha256}, so the shard was changed or "
-            "damaged; restore it or prepare the cache again"
-        )
+    buffer = np.empty(chunk, dtype)
+    with _disk(path, _RESTORE), open(path, "rb", buffering=0) as file:
+        _check_size(path, os.fstat(file.fileno()).st_size, shard, dtype)
+        for start in range(0, shard.tokens, chunk):
+            count = min(chunk, shard.tokens - start)
+            piece = buffer[:count] if out is None else out[start : start + count]
+            _read_exactly(file, path, _bytes(piece))
+            digest.update(_bytes(piece))
+            largest = max(largest, int(piece.max()))
+    _check_digest(path, digest.hexdigest(), shard.sha256)
     _check_largest(path, largest, manifest)
 
 
@@ -243,12 +229,9 @@ def read_tokens(manifest: Manifest, split: str, start: int, count: int) -> np.nd
         index, offset = divmod(start + done, manifest.shard_tokens)
         path = manifest.directory / record.shards[index].file
         piece = out[done : done + record.shards[index].tokens - offset]
-        try:
-            with open(path, "rb", buffering=0) as file:
-                file.seek(offset * out.itemsize)
-                _read_exactly(file, path, _bytes(piece))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; restore the shard or prepare the cache again") from None
+        with _disk(path, _RESTORE), open(path, "rb", buffering=0) as file:
+            file.seek(offset * out.itemsize)
+            _read_exactly(file, path, _bytes(piece))
         _check_largest(path, int(piece.max()), manifest)
         done += piece.size
     return out
@@ -256,90 +239,87 @@ def read_tokens(manifest: Manifest, split: str, start: int, count: int) -> np.nd
 
 def verify(manifest: Manifest) -> Iterator[tuple[str, str | None]]:
     """Re-hashes and range-checks every file of a cache: yields (file, None) or (file, what is wrong with it)."""
-    name = manifest.tokenizer["file"]
-    if name is not None:
+    checks = [
+        (shard.file, functools.partial(read_shard, manifest, split, index, None))
+        for split, record in manifest.splits.items()
+        for index, shard in enumerate(record.shards)
+    ]
+    if manifest.tokenizer["file"] is not None:
+        checks.insert(0, (manifest.tokenizer["file"], functools.partial(_check_tokenizer, manifest)))
+    for file, check in checks:
         try:
-            digest = hashlib.sha256((manifest.directory / name).read_bytes()).hexdigest()
-            expected = manifest.tokenizer["sha256"]
-            yield name, None if digest == expected else f"sha256 {digest} is not the manifest's {expected}"
-        except OSError as error:
-            yield name, str(error.strerror)
-    for split, record in manifest.splits.items():
-        for index, shard in enumerate(record.shards):
-            try:
-                read_shard(manifest, split, index, None)
-            except DataError as error:
-                yield shard.file, str(error).removeprefix(f"{manifest.directory / shard.file}: ")
-            else:
-                yield shard.file, None
+            check()
+        except DataError as error:
+            yield file, str(error).removeprefix(f"{manifest.directory / file}: ")
+        else:
+            yield file, None
+
+
+def _check_tokenizer(manifest: Manifest) -> None:
+    path = manifest.directory / manifest.tokenizer["file"]
+    with _disk(path, _RESTORE):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    _check_digest(path, digest, manifest.tokenizer["sha256"])
 
 
 def _parse(directory: Path, content: object) -> Manifest:
     path = directory / MANIFEST
+    try:
+        return _checked(directory, content)
+    except ValueError as problem:
+        raise DataError(f"{path}: {problem}; prepare the cache again or restore it from a good copy") from None
 
-    def refuse(problem: str) -> DataError:
-        return DataError(f"{path}: {problem}; prepare the cache again or restore it from a good copy")
 
+def _checked(directory: Path, content: object) -> Manifest:
+    """What `content` describes. Raises ValueError with the problem, DataError where that lies in another file."""
     digest = canonical_sha256(content)
-    record = _dict(content, "the manifest", refuse)
+    record = _field({"content": content}, "content", dict, "the manifest")
     version = record.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
-        raise DataError(
-            f"{path}: format_version {_show(version)}, this program reads {FORMAT_VERSION}; prepare the cache again"
-        )
+        raise ValueError(f"format_version is {_show(version)}, this program reads {FORMAT_VERSION}")
     if record.get("finished") is not True:
-        raise DataError(f"{path}: not marked finished; run the preparation again to complete it")
-    tokenizer = _dict(record.get("tokenizer"), "tokenizer", refuse)
-    vocab_size = _count(tokenizer, "vocab_size", "tokenizer", refuse, low=1, high=1 << 32)
+        raise ValueError("not marked finished, so its preparation did not end")
+    tokenizer = dict(_field(record, "tokenizer", dict, "the manifest"))
+    vocab_size = _count(tokenizer, "vocab_size", "tokenizer", low=1, high=1 << 32)
     for key in ("kind", "name", "sha256"):
-        _text(tokenizer, key, "tokenizer", refuse)
-    _count(tokenizer, "eos_id", "tokenizer", refuse, high=vocab_size - 1)
-    if tokenizer.get("bos_id") is not None:
-        _count(tokenizer, "bos_id", "tokenizer", refuse, high=vocab_size - 1)
-    dtype = record.get("dtype")
-    if dtype != dtype_for(vocab_size):
-        raise refuse(f"dtype {_show(dtype)} for a vocabulary of {vocab_size}, which needs {dtype_for(vocab_size)!r}")
-    shard_tokens = _count(record, "shard_tokens", "the manifest", refuse, low=1)
-    seed = _count(record, "seed", "the manifest", refuse, high=(1 << 64) - 1)
-    sources = record.get("sources")
-    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
-        raise refuse("sources is not a list of objects")
-
+        _field(tokenizer, key, str, "tokenizer")
+    for key in ("eos_id", "bos_id"):
+        if key == "eos_id" or tokenizer.setdefault(key, None) is not None:
+            _count(tokenizer, key, "tokenizer", high=vocab_size - 1)
+    dtype = dtype_for(vocab_size)
+    if record.get("dtype") != dtype:
+        raise ValueError(f"dtype is {_show(record.get('dtype'))}, but a vocabulary of {vocab_size} needs {dtype!r}")
+    shard_tokens = _count(record, "shard_tokens", "the manifest", low=1)
+    seed = _count(record, "seed", "the manifest", high=(1 << 64) - 1)
+    sources = tuple(_field(record, "sources", list, "the manifest"))
+    if not all(isinstance(source, dict) for source in sources):
+        raise ValueError("sources is not a list of objects")
     files: set[str] = set()
     if tokenizer.setdefault("file", None) is not None:
-        _plain_file(directory, tokenizer["file"], files, refuse)
+        _plain_file(directory, tokenizer["file"], files)
+
     splits: dict[str, Split] = {}
-    raw_splits = _dict(record.get("splits"), "splits", refuse)
     for name in ("train", "validation"):
-        raw = _dict(raw_splits.get(name), f"split {name}", refuse)
+        raw = _field(_field(record, "splits", dict, "the manifest"), name, dict, "splits")
+        where = f"split {name}"
+        entries = _field(raw, "shards", list, where)
         shards = []
-        raw_shards = raw.get("shards")
-        if not isinstance(raw_shards, list):
-            raise refuse(f"split {name}: shards is not a list")
-        for index, item in enumerate(raw_shards):
-            where = f"split {name}, shard {index}"
-            entry = _dict(item, where, refuse)
-            shard_path, size = _plain_file(directory, entry.get("file"), files, refuse)
-            sha256 = _text(entry, "sha256", where, refuse)
+        for index, entry in enumerate(entries):
+            here = f"{where}, shard {index}"
+            entry = _field({"it": entry}, "it", dict, here)
+            path = _plain_file(directory, entry.get("file"), files)
+            sha256 = _field(entry, "sha256", str, here)
             if not _SHA256.fullmatch(sha256):
-                raise refuse(f"{where}: sha256 {_show(sha256)} is not 64 hexadecimal digits")
-            last = index + 1 == len(raw_shards)
-            tokens = _count(entry, "tokens", where, refuse, low=1 if last else shard_tokens, high=shard_tokens)
-            shard = Shard(shard_path.name, tokens, sha256)
-            _check_size(shard_path, size, shard, np.dtype(dtype))
+                raise ValueError(f"{here}: sha256 is {_show(sha256)}, not 64 hexadecimal digits")
+            low = 1 if index + 1 == len(entries) else shard_tokens
+            shard = Shard(path.name, _count(entry, "tokens", here, low, shard_tokens), sha256)
+            _check_size(path, path.stat().st_size, shard, np.dtype(dtype))
             shards.append(shard)
-        total = _count(raw, "tokens", f"split {name}", refuse)
-        if total != sum(shard.tokens for shard in shards):
-            raise refuse(f"split {name}: {total} tokens, but its shards hold {sum(shard.tokens for shard in shards)}")
-        documents = _count(raw, "documents", f"split {name}", refuse)
-        utf8_bytes = _count(raw, "utf8_bytes", f"split {name}", refuse)
-        splits[name] = Split(total, documents, utf8_bytes, tuple(shards))
-    return Manifest(
-        directory, FORMAT_VERSION, str(dtype), shard_tokens, seed, tokenizer, tuple(sources), splits, digest
-    )
-
-
-Refuse = Callable[[str], DataError]
+        tokens, documents, utf8_bytes = (_count(raw, key, where) for key in ("tokens", "documents", "utf8_bytes"))
+        if tokens != sum(shard.tokens for shard in shards):
+            raise ValueError(f"{where} has {tokens} tokens, its shards {sum(shard.tokens for shard in shards)}")
+        splits[name] = Split(tokens, documents, utf8_bytes, tuple(shards))
+    return Manifest(directory, FORMAT_VERSION, dtype, shard_tokens, seed, tokenizer, sources, splits, digest)
 
 
 def _show(value: object) -> str:
@@ -347,55 +327,60 @@ def _show(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _dict(value: object, where: str, refuse: Refuse) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise refuse(f"{where} is missing or not an object")
-    return value
-
-
-def _text(record: dict[str, Any], key: str, where: str, refuse: Refuse) -> str:
+def _field(record: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = record.get(key)
-    if not isinstance(value, str):
-        raise refuse(f"{where}: {key} is {_show(value)}, not a text")
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: {key} is {_show(value)}, not of type {kind.__name__}")
     return value
 
 
-def _count(record: dict[str, Any], key: str, where: str, refuse: Refuse, low: int = 0, high: int = _TOO_LARGE) -> int:
+def _count(record: dict[str, Any], key: str, where: str, low: int = 0, high: int = _TOO_LARGE) -> int:
     value = record.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        wanted = str(low) if low == high else f"an integer from {low} to {high}"
-        raise refuse(f"{where}: {key} is {_show(value)}, not {wanted}")
+        raise ValueError(f"{where}: {key} is {_show(value)}, not an integer from {low} to {high}")
     return value
 
 
-def _plain_file(directory: Path, name: object, seen: set[str], refuse: Refuse) -> tuple[Path, int]:
-    """Path and size of a file of this directory; a name or link that leads elsewhere, or a second use, is refused."""
+def _plain_file(directory: Path, name: object, seen: set[str]) -> Path:
+    """The path of a file of this directory; a name or link that leads elsewhere is refused, and so is a second use."""
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
-        raise refuse(f"file name {_show(name)} is not a plain name inside the cache")
+        raise ValueError(f"file name {_show(name)} is not a plain name inside the cache")
     if name in seen:
-        raise refuse(f"file {name} is listed twice")
+        raise ValueError(f"file {name} is listed twice")
     seen.add(name)
     path = directory / name
     if not path.is_file():
-        raise DataError(f"{path}: missing, though {MANIFEST} lists it; restore it or prepare the cache again")
+        raise DataError(f"{path}: missing, though {MANIFEST} lists it; {_RESTORE}")
     if path.resolve().parent != directory.resolve():
-        raise refuse(f"file {name} is a link that leads out of the cache")
-    return path, path.stat().st_size
+        raise ValueError(f"file {name} is a link that leads out of the cache")
+    return path
 
 
 def _check_size(path: Path, size: int, shard: Shard, dtype: np.dtype[Any]) -> None:
     expected = shard.tokens * dtype.itemsize
     if size != expected:
-        raise DataError(
-            f"{path}: {size} bytes instead of {expected} ({shard.tokens} tokens); restore it or prepare the cache again"
-        )
+        raise DataError(f"{path}: {size} bytes instead of {expected} ({shard.tokens} tokens); {_RESTORE}")
+
+
+def _check_digest(path: Path, digest: str, expected: str) -> None:
+    if digest != expected:
+        raise DataError(f"{path}: sha256 {digest} is not the manifest's {expected}, so it was changed; {_RESTORE}")
 
 
 def _check_largest(path: Path, largest: int, manifest: Manifest) -> None:
     if largest >= manifest.vocab_size:
         raise DataError(
-            f"{path}: token id {largest} outside the vocabulary of {manifest.vocab_size}; prepare the cache again"
+            f"{path}: id {largest} outside the vocabulary of {manifest.vocab_size}; prepare the cache again"
         )
+
+
+@contextlib.contextmanager
+def _disk(path: Path, advice: str) -> Iterator[None]:
+    """Turns the disk's errors into a DataError that names the file and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; {advice}") from None
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -406,7 +391,7 @@ def _read_exactly(file: Any, path: Path, buffer: memoryview) -> None:
     while buffer:
         count = file.readinto(buffer)
         if not count:
-            raise DataError(f"{path}: shorter than its manifest says; restore it or prepare the cache again")
+            raise DataError(f"{path}: shorter than its manifest says; {_RESTORE}")
         buffer = buffer[count:]
 
 
@@ -420,9 +405,3 @@ def _publish(file: Any, temporary: Path, path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _shard_dict(value: object) -> dict[str, Any]:
-    if isinstance(value, Shard):
-        return dataclasses.asdict(value)
-    raise TypeError(f"{type(value).__name__} in a manifest")
