@@ -1,0 +1,388 @@
+"""Checkpoints of a run: Orbax writes the arrays, our own manifest says that a step is whole, and what is kept is ours.
+
+    checkpoints/120/                a step: Orbax's files, and integrity.json, written last
+    checkpoints/120.saving          a save of update 120 is under way, or was when the process died
+    checkpoints/120.retired         a step on its way out
+    checkpoints/damaged/            steps that failed verification, never deleted
+    checkpoints/saved.json          that there has been a checkpoint at all
+
+A step counts only with its `integrity.json`: format version, update, kind, fingerprint, the caller's `meta`, shape,
+dtype and checksum of every array, size and SHA-256 of every file, and a SHA-256 of itself. It is written (temporary
+file, sync, rename) after Orbax has committed, every file has been synced and hashed, and the arrays have been read back
+and compared with checksums taken on the device before the save. Orbax alone restores flipped bits, casts dtypes and
+counts empty directories as steps. Everything that a killed save leaves carries the `.saving` marker and is cleaned at
+the next opening; what carries no marker is moved to `damaged/` when it is in the way, never deleted.
+
+Kinds: `recovery` (the newest two are kept), `interval` (kept), `final` (kept; once verified, the recovery ones go).
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from llama_jax import integrity
+from llama_jax.errors import CheckpointError
+from llama_jax.faults import fault_point
+from llama_jax.files import parse_json, remove_tree, sync_directory, write_json_atomic
+from llama_jax.integrity import FORMAT_VERSION, MANIFEST, Damaged
+
+KINDS = ("recovery", "interval", "final")  # rising: a later save of the same update never lowers the kind
+KEPT_RECOVERY = 2
+SPACE_FACTOR = 1.2
+_ITEM = "arrays"
+
+
+class Restored(NamedTuple):
+    """One checkpoint: update, {name: array}, the caller's JSON `meta`, kind."""
+
+    update: int
+    arrays: dict[str, Any]
+    meta: dict[str, Any]
+    kind: str
+
+
+class Entry(NamedTuple):
+    """What a step's manifest says: update, kind, meta, {name: {"shape", "dtype", "checksum"}}; files not verified."""
+
+    update: int
+    kind: str
+    meta: dict[str, Any]
+    arrays: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A save whose background part has not been waited for."""
+
+    update: int
+    kind: str
+    thread: threading.Thread | None = None
+    error: Exception | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run folder; one writer at a time (the run folder's lock), any number of readers.
+
+    `fingerprint` is a JSON-able dict of everything that must agree between save and restore (recipe hash, arena layout,
+    loader version); a difference is refused by name. None compares nothing (for readers). Opening with
+    `read_only=False` creates the directory and removes what killed saves left. Raises CheckpointError.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], fingerprint: Mapping | None, read_only: bool = False):
+        self.directory = Path(directory).absolute()
+        self.fingerprint = None if fingerprint is None else parse_json(integrity.to_json(dict(fingerprint)))
+        self._flight: _Flight | None = None
+        self._lost: list[str] = []  # interval checkpoints that could not be written
+        if not read_only:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._clean()
+            except OSError as error:
+                raise CheckpointError(f"{self.directory}: {error.strerror or error}; is it writable?") from None
+
+    def save(
+        self, update: int, arrays: Mapping[str, jax.Array], meta: Mapping[str, Any], kind: str, wait: bool = False
+    ) -> bool:
+        """Saves float32, int32, uint32 or bool arrays and a JSON-able `meta`; True when the save is on its way or done.
+
+        Waits for a save in flight, copies the arrays to the host, and returns while a thread writes; the arrays may be
+        donated at once. `meta` may hold integers of any size but no NaN (ValueError). A second save of one update must
+        hold the same arrays; it only renews kind (never lowered) and meta.
+        With `wait`, and always for `final`, returns only when the checkpoint is complete and verified, and any failure
+        raises CheckpointError. Otherwise a failure (disk full) is reported on stderr and training may go on: False when
+        it shows at once; a lost `interval` checkpoint raises at `finish`, a lost `recovery` one does not.
+        """
+        if kind not in KINDS or update < 0:
+            raise ValueError(f"kind {kind!r}, update {update}: kind must be one of {', '.join(KINDS)}, update >= 0")
+        self._join()  # reports what became of the former save
+        wait = wait or kind == "final"
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "update": update,
+            "kind": kind,
+            "fingerprint": self.fingerprint,
+            "meta": parse_json(integrity.to_json(dict(meta))),
+            "arrays": {name: {"shape": list(x.shape), "dtype": str(x.dtype)} for name, x in arrays.items()},
+        }
+        checksums = {name: integrity.checksum_on_device(x) for name, x in arrays.items()}
+        try:
+            if self._stored(update) and self._renew(manifest, checksums):
+                return True
+            self._start(manifest, checksums, arrays)
+        except Exception as error:  # Orbax and tensorstore raise many types for a failed write
+            self._drop(update)
+            return self._failed(update, kind, error, wait)
+        if wait:
+            self._join(wait)
+        return True
+
+    def restore_latest(self, templates: Mapping[str, jax.ShapeDtypeStruct]) -> Restored | None:
+        """The newest checkpoint that verifies, or None when the directory never had one.
+
+        `templates` names every array with its exact shape and dtype, and the sharding it shall get. A damaged newer
+        step is named on stderr and moved to `damaged/`. CheckpointError when there had been checkpoints and none
+        verifies (nothing is moved then), or when the newest good one belongs to another recipe, layout or version.
+        """
+        self._join()
+        damaged: list[tuple[Path, str]] = []
+        for update in reversed(self._steps()):
+            try:
+                restored = self._load(update, templates, exact=True)
+            except Damaged as error:
+                damaged.append((self._step(update), str(error)))
+                continue
+            for path, reason in damaged:
+                _warn(f"checkpoint {reason}; moved to {self._set_aside(path)}, using update {update} instead")
+            if restored.kind == "final":
+                self._retire("final")
+            return restored
+        reasons = [reason for path, reason in damaged if any(path.iterdir())]
+        if reasons or (self.directory / "saved.json").exists() or _entries_of(self.directory / "damaged"):
+            found = "; ".join(reasons) or "the saved steps are gone"
+            raise CheckpointError(
+                f"no usable checkpoint in {self.directory} although there had been some: {found}."
+                " Put a good copy back, or start again in a new --workdir"
+            )
+        return None
+
+    def read(
+        self,
+        update: int | None = None,
+        names: Iterable[str] | None = None,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> Restored:
+        """Verifies and reads one checkpoint (default the newest), or some of its arrays, moving nothing.
+
+        For commands beside training. Arrays get `sharding` (default the first device). CheckpointError.
+        """
+        self._join()
+        entries = {entry.update: entry for entry in self.entries()}
+        update = max(entries, default=None) if update is None else update
+        if update not in entries:
+            have = ", ".join(map(str, entries)) or "none"
+            raise CheckpointError(f"{self.directory}: no checkpoint of update {update}, there are: {have}")
+        stored = entries[update].arrays
+        missing = set(names or ()) - set(stored)
+        if missing:
+            raise CheckpointError(f"{self._step(update)} holds {', '.join(stored)}, not {', '.join(sorted(missing))}")
+        sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        templates = {
+            name: jax.ShapeDtypeStruct(tuple(stored[name]["shape"]), stored[name]["dtype"], sharding=sharding)
+            for name in (stored if names is None else names)
+        }
+        return self._load(update, templates, exact=False)
+
+    def entries(self) -> list[Entry]:
+        """The steps that have a sound manifest of this format version, oldest first."""
+        manifests = [self._stored(update) for update in self._steps()]
+        return [Entry(m["update"], m["kind"], m["meta"], m["arrays"]) for m in manifests if m]
+
+    def finish(self) -> None:
+        """Waits for the save in flight; CheckpointError if an interval checkpoint could not be written at any time."""
+        self._join()
+        if self._lost:
+            raise CheckpointError("; ".join(self._lost) + ": free space on the disk, then run the same command again")
+
+    # Saving
+
+    def _start(self, manifest: dict, checksums: Mapping, arrays: Mapping[str, jax.Array]) -> None:
+        update = manifest["update"]
+        for path in (self._step(update), *self.directory.glob(f"{update}.orbax-checkpoint-tmp*")):
+            if path.exists():  # not ours, or it would have been cleaned; Orbax would refuse to save over it
+                _warn(f"{path} is in the way of a checkpoint; moved to {self._set_aside(path)}")
+        needed = SPACE_FACTOR * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise OSError(f"the disk has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
+        write_json_atomic(self._marker(update), {"update": update, "kind": manifest["kind"]})
+        fault_point("before_save")
+        manager = _manager(self.directory)  # a new one each time: a failed save leaves wrong steps in its cache
+        if not manager.save(update, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(dict(arrays))), force=True):
+            raise OSError("Orbax did not save")
+        flight = _Flight(update, manifest["kind"])
+        flight.thread = threading.Thread(target=self._complete, args=(manager, manifest, checksums, flight))
+        flight.thread.start()
+        self._flight = flight
+
+    def _complete(self, manager: ocp.CheckpointManager, manifest: dict, checksums: Mapping, flight: _Flight) -> None:
+        """In the background: from Orbax's commit to the verified manifest and the retirement of older steps."""
+        update = manifest["update"]
+        step = self._step(update)
+        try:
+            manager.close()  # waits for the commit, raises its errors
+            fault_point("after_orbax_commit")
+            manifest["files"] = integrity.hash_files(step)
+            for name, expected in checksums.items():
+                stored = manifest["arrays"][name]
+                stored["checksum"] = integrity.checksum_text(expected)
+                on_disk = _read(self.directory, update, {name: np.empty(stored["shape"], stored["dtype"])})[name]
+                if integrity.checksum_on_host(on_disk) != stored["checksum"]:
+                    raise OSError(f"{name} reads back different from what was saved")
+            fault_point("before_manifest")
+            integrity.write_manifest(step, manifest)
+        except Exception as error:
+            flight.error = error
+            self._drop(update)
+            return
+        try:
+            fault_point("after_manifest")
+            write_json_atomic(self.directory / "saved.json", {"format_version": FORMAT_VERSION, "newest": update})
+            self._marker(update).unlink()
+            self._retire(manifest["kind"])
+        except OSError as error:  # the checkpoint itself is safe
+            _warn(f"{self.directory}: tidying after update {update}: {error}")
+
+    def _renew(self, manifest: dict, checksums: Mapping) -> bool:
+        """Gives an already saved update its new kind and meta; False when it turns out damaged (then set aside)."""
+        update = manifest["update"]
+        step = self._step(update)
+        try:
+            stored = integrity.read_manifest(step)
+            integrity.verify_files(step, stored)
+        except Damaged as error:
+            _warn(f"checkpoint {error}; moved to {self._set_aside(step)}, saving it again")
+            return False
+        new = {name: integrity.checksum_text(value) for name, value in checksums.items()}
+        if new != {name: array["checksum"] for name, array in stored["arrays"].items()}:
+            raise OSError("this update is already saved with other arrays")
+        kind = max(stored["kind"], manifest["kind"], key=KINDS.index)
+        integrity.write_manifest(step, {**stored, "kind": kind, "meta": manifest["meta"]})
+        self._retire(kind)
+        return True
+
+    def _failed(self, update: int, kind: str, error: Exception, wait: bool) -> bool:
+        text = f"{kind} checkpoint of update {update} in {self.directory} was not saved: {_one_line(error)}"
+        if wait:
+            raise CheckpointError(f"{text}; older checkpoints are untouched") from error
+        if kind != "recovery":
+            self._lost.append(text)
+        _warn(f"{text}; training goes on, older checkpoints are untouched")
+        return False
+
+    def _join(self, wait: bool = False) -> None:
+        """Waits for the save in flight; its failure raises with `wait`, else is reported and remembered."""
+        flight, self._flight = self._flight, None
+        if flight is not None and flight.thread is not None:
+            flight.thread.join()
+            if flight.error is not None:
+                self._failed(flight.update, flight.kind, flight.error, wait)
+
+    # Restoring
+
+    def _load(self, update: int, templates: Mapping[str, jax.ShapeDtypeStruct], exact: bool) -> Restored:
+        """Damaged when the step's own files are wrong; CheckpointError when the step does not belong here."""
+        step = self._step(update)
+        manifest = integrity.read_manifest(step)
+        if self.fingerprint is not None:
+            lines = integrity.differences(manifest["fingerprint"], self.fingerprint)
+            if lines:
+                raise CheckpointError(f"{step} is of another recipe, layout or version: {'; '.join(lines)}")
+        integrity.check_templates(step, manifest["arrays"], templates, exact)
+        integrity.verify_files(step, manifest)
+        try:
+            arrays = _read(self.directory, update, templates)
+        except Exception as error:  # the files are as they were written, so this is not a matter of another copy
+            raise CheckpointError(f"{step}: its files verify, but cannot be read: {_one_line(error)}") from error
+        for name, x in arrays.items():
+            if integrity.checksum_text(integrity.checksum_on_device(x)) != manifest["arrays"][name]["checksum"]:
+                raise CheckpointError(f"{step}: {name} was restored different from what was saved")
+        return Restored(update, arrays, manifest["meta"], manifest["kind"])
+
+    # The directory
+
+    def _step(self, update: int) -> Path:
+        return self.directory / str(update)
+
+    def _marker(self, update: int) -> Path:
+        return self.directory / f"{update}.saving"
+
+    def _steps(self) -> list[int]:
+        names = (path.name for path in _entries_of(self.directory) if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+    def _stored(self, update: int) -> dict[str, Any] | None:
+        try:
+            return integrity.read_manifest(self._step(update))
+        except Damaged:
+            return None
+
+    def _retire(self, kind: str) -> None:
+        """After a verified save of `kind`: all recovery checkpoints go for a final one, else all but the newest two."""
+        recovery = [entry.update for entry in self.entries() if entry.kind == "recovery"]
+        for update in recovery if kind == "final" else recovery[:-KEPT_RECOVERY]:
+            retired = self.directory / f"{update}.retired"
+            os.rename(self._step(update), retired)
+            remove_tree(retired, last=MANIFEST)
+
+    def _drop(self, update: int) -> None:
+        """Removes what an unfinished save of ours left; only with our marker, never a step with a manifest."""
+        marker = self._marker(update)
+        if not marker.exists():
+            return
+        paths = [*self.directory.glob(f"{update}.orbax-checkpoint-tmp*"), self._step(update)]
+        try:
+            for path in paths:
+                if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists():
+                    remove_tree(path)
+            marker.unlink()
+        except OSError as error:
+            _warn(f"{self.directory}: cannot remove an unfinished save: {error}")
+
+    def _clean(self) -> None:
+        for path in _entries_of(self.directory):
+            stem, _, suffix = path.name.rpartition(".")
+            if suffix == "saving" and stem.isdecimal():
+                self._drop(int(stem))
+            elif suffix == "retired" and stem.isdecimal() and path.is_dir() and not path.is_symlink():
+                if (path / MANIFEST).exists() or not _entries_of(path):
+                    remove_tree(path, last=MANIFEST)
+
+    def _set_aside(self, path: Path) -> Path:
+        """Moves a step or whatever has its name to `damaged/` under a free name; returns the new place."""
+        damaged = self.directory / "damaged"
+        damaged.mkdir(exist_ok=True)
+        target = next(p for i in itertools.count(1) if not (p := damaged / (path.name + f".{i}" * (i > 1))).exists())
+        os.rename(path, target)
+        sync_directory(self.directory)
+        return target
+
+
+def _manager(directory: Path) -> ocp.CheckpointManager:
+    """One for each use, and only for this: it keeps every step, deletes nothing and caches nothing between uses."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=None, create=False, save_root_metadata=False, lightweight_initialize=True
+    )
+    return ocp.CheckpointManager(directory, options=options)
+
+
+def _read(directory: Path, update: int, templates: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of a step as JAX arrays of the templates' shardings, or as numpy arrays where the template is one."""
+    item = dict(templates)
+    args = ocp.checkpoint_utils.construct_restore_args(item)
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+    with _manager(directory) as manager:
+        return dict(manager.restore(update, args=ocp.args.Composite(**{_ITEM: restore}))[_ITEM])
+
+
+def _entries_of(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

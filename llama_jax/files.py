@@ -1,0 +1,87 @@
+"""Writing files so that a crash leaves either the old or the new content, and reading them strictly (stdlib only)."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+PathLike = str | os.PathLike[str]
+TMP_SUFFIX = ".tmp"
+_BLOCK = 1 << 20
+
+
+def write_atomic(path: PathLike, data: bytes) -> None:
+    """Replaces `path` by `data`: written to `path`.tmp in the same directory, synced, renamed, directory synced.
+
+    The temporary name is fixed, so that a killed write leaves at most one file, which the next write reuses; callers
+    hold the lock of the run folder. The mode follows the umask. Raises OSError, after removing the temporary file.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + TMP_SUFFIX)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_json_atomic(path: PathLike, value: Any) -> None:
+    """Writes `value` as indented strict JSON through `write_atomic`; ValueError for NaN or infinity, OSError."""
+    write_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses strict JSON: ValueError for the words NaN and Infinity, which Python's parser lets through."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def read_json(path: PathLike) -> Any:
+    """The strictly parsed content of a JSON file; OSError or ValueError (which UnicodeDecodeError is too)."""
+    return parse_json(Path(path).read_bytes())
+
+
+def canonical_json(value: Any) -> bytes:
+    """`value` as JSON bytes with sorted keys and no white space: equal values give equal bytes, for hashing."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_of_file(path: PathLike, sync: bool = False) -> str:
+    """SHA-256 of a file's bytes as hex; with `sync` the file is flushed to the disk first."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_directory(path: PathLike) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path, last: str = "") -> None:
+    """Removes a directory, the entry called `last` after all others; links are removed, never followed."""
+    for child in sorted(path.iterdir(), key=lambda child: child.name == last):
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+    path.rmdir()
