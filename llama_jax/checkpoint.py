@@ -16,8 +16,8 @@ the next opening; what carries no marker is moved to `damaged/` when it is in th
 Kinds: `recovery` (the newest two are kept), `interval` (kept), `final` (kept; once verified, the recovery ones go).
 """
 
+import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import shutil
@@ -34,8 +34,8 @@ import orbax.checkpoint as ocp
 from llama_jax import integrity
 from llama_jax.errors import CheckpointError
 from llama_jax.faults import fault_point
-from llama_jax.files import parse_json, remove_tree, sync_directory, write_json_atomic
-from llama_jax.integrity import FORMAT_VERSION, MANIFEST, Damaged
+from llama_jax.files import parse_json, write_json_atomic
+from llama_jax.integrity import FORMAT_VERSION, Damaged
 
 KINDS = ("recovery", "interval", "final")  # rising: a later save of the same update never lowers the kind
 KEPT_RECOVERY = 2
@@ -87,7 +87,7 @@ class Checkpoints:
         if not read_only:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                self._clean()
+                integrity.clean(self.directory)
             except OSError as error:
                 raise CheckpointError(f"{self.directory}: {error.strerror or error}; is it writable?") from None
 
@@ -136,19 +136,19 @@ class Checkpoints:
         """
         self._join()
         damaged: list[tuple[Path, str]] = []
-        for update in reversed(self._steps()):
+        for update in reversed(integrity.steps(self.directory)):
             try:
                 restored = self._load(update, templates, exact=True)
             except Damaged as error:
                 damaged.append((self._step(update), str(error)))
                 continue
             for path, reason in damaged:
-                _warn(f"checkpoint {reason}; moved to {self._set_aside(path)}, using update {update} instead")
+                _warn(f"checkpoint {reason}; moved to {integrity.set_aside(path)}, using update {update} instead")
             if restored.kind == "final":
                 self._retire("final")
             return restored
         reasons = [reason for path, reason in damaged if any(path.iterdir())]
-        if reasons or (self.directory / "saved.json").exists() or _entries_of(self.directory / "damaged"):
+        if reasons or (self.directory / "saved.json").exists() or integrity.entries_of(self.directory / "damaged"):
             found = "; ".join(reasons) or "the saved steps are gone"
             raise CheckpointError(
                 f"no usable checkpoint in {self.directory} although there had been some: {found}."
@@ -185,7 +185,7 @@ class Checkpoints:
 
     def entries(self) -> list[Entry]:
         """The steps that have a sound manifest of this format version, oldest first."""
-        manifests = [self._stored(update) for update in self._steps()]
+        manifests = [self._stored(update) for update in integrity.steps(self.directory)]
         return [Entry(m["update"], m["kind"], m["meta"], m["arrays"]) for m in manifests if m]
 
     def finish(self) -> None:
@@ -197,19 +197,25 @@ class Checkpoints:
     # Saving
 
     def _start(self, manifest: dict, checksums: Mapping, arrays: Mapping[str, jax.Array]) -> None:
-        update = manifest["update"]
-        for path in (self._step(update), *self.directory.glob(f"{update}.orbax-checkpoint-tmp*")):
-            if path.exists():  # not ours, or it would have been cleaned; Orbax would refuse to save over it
-                _warn(f"{path} is in the way of a checkpoint; moved to {self._set_aside(path)}")
+        update, step = manifest["update"], self._step(manifest["update"])
+        self._drop(update)
+        for path in integrity.leftovers(step):  # without our marker; Orbax refuses to overwrite
+            _warn(f"{path} is in the way of a checkpoint; moved to {integrity.set_aside(path)}")
         needed = SPACE_FACTOR * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
         free = shutil.disk_usage(self.directory).free
         if free < needed:
             raise OSError(f"the disk has {free / 1e6:.1f} MB free, {needed / 1e6:.1f} MB are needed")
-        write_json_atomic(self._marker(update), {"update": update, "kind": manifest["kind"]})
+        write_json_atomic(integrity.marker(step), {"update": update, "kind": manifest["kind"]})
         fault_point("before_save")
         manager = _manager(self.directory)  # a new one each time: a failed save leaves wrong steps in its cache
-        if not manager.save(update, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(dict(arrays))), force=True):
-            raise OSError("Orbax did not save")
+        try:
+            args = ocp.args.Composite(**{_ITEM: ocp.args.PyTreeSave(dict(arrays))})
+            if not manager.save(update, args=args, force=True):
+                raise OSError("Orbax did not save")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                manager.close()  # its threads must not go on writing
+            raise
         flight = _Flight(update, manifest["kind"])
         flight.thread = threading.Thread(target=self._complete, args=(manager, manifest, checksums, flight))
         flight.thread.start()
@@ -238,7 +244,7 @@ class Checkpoints:
         try:
             fault_point("after_manifest")
             write_json_atomic(self.directory / "saved.json", {"format_version": FORMAT_VERSION, "newest": update})
-            self._marker(update).unlink()
+            integrity.marker(step).unlink()
             self._retire(manifest["kind"])
         except OSError as error:  # the checkpoint itself is safe
             _warn(f"{self.directory}: tidying after update {update}: {error}")
@@ -251,7 +257,7 @@ class Checkpoints:
             stored = integrity.read_manifest(step)
             integrity.verify_files(step, stored)
         except Damaged as error:
-            _warn(f"checkpoint {error}; moved to {self._set_aside(step)}, saving it again")
+            _warn(f"checkpoint {error}; moved to {integrity.set_aside(step)}, saving it again")
             return False
         new = {name: integrity.checksum_text(value) for name, value in checksums.items()}
         if new != {name: array["checksum"] for name, array in stored["arrays"].items()}:
@@ -304,58 +310,23 @@ class Checkpoints:
     def _step(self, update: int) -> Path:
         return self.directory / str(update)
 
-    def _marker(self, update: int) -> Path:
-        return self.directory / f"{update}.saving"
-
-    def _steps(self) -> list[int]:
-        names = (path.name for path in _entries_of(self.directory) if path.is_dir())
-        return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
-
     def _stored(self, update: int) -> dict[str, Any] | None:
         try:
             return integrity.read_manifest(self._step(update))
         except Damaged:
             return None
 
+    def _drop(self, update: int) -> None:
+        try:
+            integrity.drop(self._step(update))
+        except OSError as error:
+            _warn(f"{self._step(update)}: cannot remove an unfinished save: {error}")
+
     def _retire(self, kind: str) -> None:
         """After a verified save of `kind`: all recovery checkpoints go for a final one, else all but the newest two."""
         recovery = [entry.update for entry in self.entries() if entry.kind == "recovery"]
         for update in recovery if kind == "final" else recovery[:-KEPT_RECOVERY]:
-            retired = self.directory / f"{update}.retired"
-            os.rename(self._step(update), retired)
-            remove_tree(retired, last=MANIFEST)
-
-    def _drop(self, update: int) -> None:
-        """Removes what an unfinished save of ours left; only with our marker, never a step with a manifest."""
-        marker = self._marker(update)
-        if not marker.exists():
-            return
-        paths = [*self.directory.glob(f"{update}.orbax-checkpoint-tmp*"), self._step(update)]
-        try:
-            for path in paths:
-                if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists():
-                    remove_tree(path)
-            marker.unlink()
-        except OSError as error:
-            _warn(f"{self.directory}: cannot remove an unfinished save: {error}")
-
-    def _clean(self) -> None:
-        for path in _entries_of(self.directory):
-            stem, _, suffix = path.name.rpartition(".")
-            if suffix == "saving" and stem.isdecimal():
-                self._drop(int(stem))
-            elif suffix == "retired" and stem.isdecimal() and path.is_dir() and not path.is_symlink():
-                if (path / MANIFEST).exists() or not _entries_of(path):
-                    remove_tree(path, last=MANIFEST)
-
-    def _set_aside(self, path: Path) -> Path:
-        """Moves a step or whatever has its name to `damaged/` under a free name; returns the new place."""
-        damaged = self.directory / "damaged"
-        damaged.mkdir(exist_ok=True)
-        target = next(p for i in itertools.count(1) if not (p := damaged / (path.name + f".{i}" * (i > 1))).exists())
-        os.rename(path, target)
-        sync_directory(self.directory)
-        return target
+            integrity.retire(self._step(update))
 
 
 def _manager(directory: Path) -> ocp.CheckpointManager:
@@ -373,10 +344,6 @@ def _read(directory: Path, update: int, templates: Mapping[str, Any]) -> dict[st
     restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
     with _manager(directory) as manager:
         return dict(manager.restore(update, args=ocp.args.Composite(**{_ITEM: restore}))[_ITEM])
-
-
-def _entries_of(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
 
 
 def _one_line(error: Exception) -> str:

@@ -1,10 +1,11 @@
-"""What makes a checkpoint step trustworthy: its manifest, hashes of its files, and checksums of its arrays.
+"""The directory of a step: its manifest, hashes of its files, checksums of its arrays, and what may be removed.
 
 The checksum is 64 bits over an array's elements and their positions, sums modulo 2**32, so that it is the same on any
 device, under any sharding, in jitted JAX and in numpy; files are covered by SHA-256.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.errors import CheckpointError
-from llama_jax.files import canonical_json, read_json, sha256_of_file, sync_directory, write_json_atomic
+from llama_jax.files import (
+    canonical_json,
+    read_json,
+    remove_tree,
+    sha256_of_file,
+    sync_directory,
+    write_json_atomic,
+)
 
 FORMAT_VERSION = 1
 MANIFEST = "integrity.json"
@@ -59,6 +67,9 @@ def read_manifest(step: Path) -> dict[str, Any]:
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise Damaged(f"{path}: format version {version} is refused, this program reads version {FORMAT_VERSION}")
+    kinds = {"update": int, "kind": str, "meta": dict, "arrays": dict, "files": list}
+    if not all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()):
+        raise Damaged(f"{path}: needs {', '.join(kinds)}")
     if str(manifest.get("update")) != step.name:
         raise Damaged(f"{path}: is of update {manifest.get('update')}, not {step.name}")
     return manifest
@@ -127,6 +138,69 @@ def check_templates(step: Path, stored: Mapping[str, Any], templates: Mapping[st
         want = f"{np.dtype(template.dtype)}{list(template.shape)}"
         if have != want:
             raise CheckpointError(f"{step}: {name} is {have}, this run needs {want}")
+
+
+def entries_of(directory: Path) -> list[Path]:
+    """What is in a directory, sorted; nothing if it does not exist."""
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def steps(directory: Path) -> list[int]:
+    """The updates that directories are named after, rising, whatever is in them."""
+    names = (path.name for path in entries_of(directory) if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
+
+
+def marker(step: Path) -> Path:
+    """The file that says that a save of this step is ours and under way."""
+    return step.with_name(f"{step.name}.saving")
+
+
+def leftovers(step: Path) -> list[Path]:
+    """The places that Orbax writes for a step, as far as they exist."""
+    paths = [step, *step.parent.glob(f"{step.name}.orbax-checkpoint-tmp*")]
+    return [path for path in paths if path.exists() or path.is_symlink()]
+
+
+def drop(step: Path) -> None:
+    """Removes what an unfinished save of ours left: only with our marker, and never a step with a manifest."""
+    if not marker(step).exists():
+        return
+    for path in leftovers(step):
+        if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists():
+            remove_tree(path)
+    marker(step).unlink()
+
+
+def retire(step: Path) -> None:
+    """Removes a finished step; killed in between, it no longer counts and `clean` goes on with it."""
+    retired = step.with_name(f"{step.name}.retired")
+    os.rename(step, retired)
+    remove_tree(retired, last=MANIFEST)
+
+
+def clean(directory: Path) -> None:
+    """Removes what killed saves and retirements of ours left."""
+    for path in entries_of(directory):
+        stem, _, suffix = path.name.rpartition(".")
+        if suffix == "saving" and stem.isdecimal():
+            drop(directory / stem)
+        elif suffix == "retired" and stem.isdecimal() and _is_ours(path):
+            remove_tree(path, last=MANIFEST)
+
+
+def _is_ours(retired: Path) -> bool:
+    return retired.is_dir() and not retired.is_symlink() and ((retired / MANIFEST).exists() or not entries_of(retired))
+
+
+def set_aside(path: Path) -> Path:
+    """Moves a step, or whatever has its name, to `damaged/` beside it under a free name; returns the new place."""
+    damaged = path.parent / "damaged"
+    damaged.mkdir(exist_ok=True)
+    target = next(p for i in itertools.count(1) if not (p := damaged / (path.name + f".{i}" * (i > 1))).exists())
+    os.rename(path, target)
+    sync_directory(path.parent)
+    return target
 
 
 def checksum_on_device(x: jax.Array) -> jax.Array:
