@@ -1,0 +1,94 @@
+"""Named parameters of N workers as rows of one float32 array: layout, views, packing.
+
+Letters: N workers, P padded length of a row. Matrices lie first and norm scales last, so that "does weight decay apply"
+is a comparison of an index; zero padding fills a row to a multiple of ALIGNMENT elements.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax import flops
+
+ALIGNMENT = 1024  # elements: rows start on 4 KiB and can be split evenly over devices
+
+
+class Slot(NamedTuple):
+    """Place of one tensor in a row, in elements."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    decay: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Layout(NamedTuple):
+    """Places of all tensors. used: elements before the padding; decayed: the first so many have weight decay."""
+
+    slots: tuple[Slot, ...]
+    decayed: int
+    used: int
+    padded: int
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The layout as JSON, for checkpoints."""
+        return [{**slot._asdict(), "shape": list(slot.shape)} for slot in self.slots]
+
+
+def make_layout(model: Any) -> Layout:
+    """The layout of a model: matrices in model order, then norm scales in model order."""
+    shapes = flops.parameter_shapes(model)
+    slots, offset = [], 0
+    for matrices in (True, False):
+        for name, shape in shapes.items():
+            if (len(shape) > 1) == matrices:
+                slots.append(Slot(name, offset, shape, decay=matrices))
+                offset += math.prod(shape)
+    decayed = sum(slot.size for slot in slots if slot.decay)
+    return Layout(tuple(slots), decayed, offset, -(-offset // ALIGNMENT) * ALIGNMENT)
+
+
+def views(arena_NP: jax.Array, layout: Layout) -> dict[str, jax.Array]:
+    """The tensors of all rows, {name: [N, *shape]}. Differentiate with respect to these, not through the slices."""
+    rows = arena_NP.shape[0]
+    return {
+        slot.name: arena_NP[:, slot.offset : slot.offset + slot.size].reshape(rows, *slot.shape)
+        for slot in layout.slots
+    }
+
+
+def pack(tensors: dict[str, jax.Array], layout: Layout) -> jax.Array:
+    """Rows [N, P] of tensors {name: [N, *shape]} in one concatenation, padding zero."""
+    first = tensors[layout.slots[0].name]
+    parts = [tensors[slot.name].reshape(first.shape[0], slot.size) for slot in layout.slots]
+    parts.append(jnp.zeros((first.shape[0], layout.padded - layout.used), first.dtype))
+    return jnp.concatenate(parts, axis=1)
+
+
+def to_row(params: dict[str, np.ndarray], layout: Layout) -> np.ndarray:
+    """One row [P], float32, of named parameters.
+
+    Raises ValueError on missing, extra, wrong-shape or non-float32 tensors: nothing is cast or broadcast.
+    """
+    differing = params.keys() ^ {slot.name for slot in layout.slots}
+    if differing:
+        raise ValueError(f"parameter names differ: {', '.join(sorted(differing)[:4])}")
+    row = np.zeros(layout.padded, np.float32)
+    for slot in layout.slots:
+        tensor = params[slot.name]
+        if tensor.shape != slot.shape or tensor.dtype != np.float32:
+            raise ValueError(f"{slot.name} is {tensor.dtype}{list(tensor.shape)}, expected float32{list(slot.shape)}")
+        row[slot.offset : slot.offset + slot.size] = tensor.reshape(-1)
+    return row
+
+
+def from_row(row_P: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """Named parameters of one row [P]."""
+    return {slot.name: row_P[slot.offset : slot.offset + slot.size].reshape(slot.shape) for slot in layout.slots}

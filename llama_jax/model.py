@@ -1,0 +1,186 @@
+"""The Llama decoder in Flax NNX, split once into structure and parameters; parameters are named as in Hugging Face.
+
+Letters: B sequences, T tokens, D width, H query heads, K key/value heads, d head size.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from llama_jax import flops, ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How the forward pass is computed. All choices share one parameter layout.
+
+    compute: dtype of activations and matrix operands. residual: dtype of the residual stream.
+    attention: cudnn, xla or reference. head: chunked or plain. own_gradients: fast forms with their own gradients
+    instead of the plain twins.
+    """
+
+    compute: Any = jnp.bfloat16
+    residual: Any = jnp.bfloat16
+    attention: str = "xla"
+    head: str = "chunked"
+    head_chunk_rows: int = 32768
+    own_gradients: bool = True
+    remat: bool = False
+    scan_layers: bool = False
+
+
+def reference(dtype: Any = jnp.float32) -> Numerics:
+    """The reference path: explicit products, mask and softmax in `dtype`, no custom gradients (forward mode works)."""
+    return Numerics(dtype, dtype, "reference", "plain", own_gradients=False)
+
+
+class Weight(nnx.Module):
+    """One tensor, called `weight` as in Hugging Face."""
+
+    def __init__(self, *shape: int):
+        self.weight = nnx.Param(jnp.zeros(shape, jnp.float32))
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, model: Any, numerics: Numerics):
+        D, d = model.width, model.width // model.heads
+        K = model.kv_heads or model.heads
+        self.shape = (model.heads, K, d)
+        self.numerics = numerics
+        self.q_proj, self.o_proj = Weight(D, D), Weight(D, D)
+        self.k_proj, self.v_proj = Weight(K * d, D), Weight(K * d, D)
+
+    def __call__(self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        B, T, D = x_BTD.shape
+        H, K, d = self.shape
+        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
+        q = ops.rope(dense(x_BTD, self.q_proj.weight[...]).reshape(B, T, H, d), *rope)
+        k = ops.rope(dense(x_BTD, self.k_proj.weight[...]).reshape(B, T, K, d), *rope)
+        v = dense(x_BTD, self.v_proj.weight[...]).reshape(B, T, K, d)
+        y = ops.attention(self.numerics.attention)(q, k, v)
+        return dense(y.reshape(B, T, D), self.o_proj.weight[...])
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, model: Any, numerics: Numerics):
+        self.numerics = numerics
+        self.gate_proj, self.up_proj = Weight(model.ffn, model.width), Weight(model.ffn, model.width)
+        self.down_proj = Weight(model.width, model.ffn)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
+        gated = ops.swiglu(dense(x_BTD, self.gate_proj.weight[...]), dense(x_BTD, self.up_proj.weight[...]))
+        return dense(gated, self.down_proj.weight[...])
+
+
+class Block(nnx.Module):
+    """x += Attn(RMSNorm(x)); x += SwiGLU(RMSNorm(x))."""
+
+    def __init__(self, model: Any, numerics: Numerics):
+        self.eps, self.numerics = model.norm_eps, numerics
+        self.input_layernorm, self.post_attention_layernorm = Weight(model.width), Weight(model.width)
+        self.self_attn, self.mlp = Attention(model, numerics), MLP(model, numerics)
+
+    def __call__(self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        compute = self.numerics.compute
+        h = ops.rms_norm(x_BTD, self.input_layernorm.weight[...], self.eps, compute)
+        x_BTD = x_BTD + self.self_attn(h, rope).astype(x_BTD.dtype)
+        h = ops.rms_norm(x_BTD, self.post_attention_layernorm.weight[...], self.eps, compute)
+        return x_BTD + self.mlp(h).astype(x_BTD.dtype)
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, model: Any, numerics: Numerics):
+        self.config, self.numerics = model, numerics
+        self.embed_tokens = Weight(model.vocab_size, model.width)
+        self.layers = nnx.List([Block(model, numerics) for _ in range(model.layers)])
+        self.norm = Weight(model.width)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x = ops.embed(self.embed_tokens.weight[...], tokens_BT, self.numerics.residual)
+        rope = ops.rope_tables(self.config, np.arange(tokens_BT.shape[1]), _table_dtype(self.numerics.compute))
+        run = _run_block
+        if self.numerics.remat:
+            run = jax.checkpoint(_run_block, static_argnums=(0,))
+        split = [nnx.split(layer) for layer in self.layers]
+        if self.numerics.scan_layers:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in split))
+            x, _ = jax.lax.scan(lambda x, params: (run(split[0][0], params, x, rope), None), x, stacked)
+        else:
+            for structure, params in split:
+                x = run(structure, params, x, rope)
+        return ops.rms_norm(x, self.norm.weight[...], self.config.norm_eps, self.numerics.compute)
+
+
+class Llama(nnx.Module):
+    """The decoder and, where it isn't tied, the output projection."""
+
+    def __init__(self, model: Any, numerics: Numerics):
+        self.model = Decoder(model, numerics)
+        if not model.tied:
+            self.lm_head = Weight(model.vocab_size, model.width)
+
+    def head(self) -> jax.Array:
+        """The output projection [V, D]."""
+        tied = not hasattr(self, "lm_head")
+        return self.model.embed_tokens.weight[...] if tied else self.lm_head.weight[...]
+
+
+def _run_block(structure, params, x_BTD, rope):
+    return nnx.merge(structure, params)(x_BTD, rope)
+
+
+def _table_dtype(compute) -> jnp.dtype:
+    return jnp.promote_types(compute, jnp.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _structure(model: Any, numerics: Numerics):
+    return nnx.split(nnx.eval_shape(lambda: Llama(model, numerics)))
+
+
+def bind(model: Any, numerics: Numerics, params: dict[str, jax.Array]) -> Llama:
+    """The model over a flat dictionary {Hugging Face name: array}; the names must match exactly (ValueError)."""
+    structure, abstract = _structure(model, numerics)
+    flat = dict(nnx.to_flat_state(abstract))
+    names = {".".join(str(part) for part in path): path for path in flat}
+    if names.keys() != params.keys():
+        raise ValueError(f"parameter names differ: {sorted(names.keys() ^ params.keys())[:4]}")
+    state = nnx.from_flat_state([(path, flat[path].replace(params[name])) for name, path in names.items()])
+    return nnx.merge(structure, state)
+
+
+def logits(model: Any, numerics: Numerics, params: dict[str, jax.Array], tokens_BT: jax.Array) -> jax.Array:
+    """Logits [B, T, V] in the compute dtype."""
+    llama = bind(model, numerics, params)
+    return ops.plain_dense(llama.model(tokens_BT), llama.head())
+
+
+def init(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """Initial parameters, float32: normal with std `init_std`, divided by sqrt(2 layers) for the residual projections.
+
+    Norm scales are 1. One seed gives one model: each tensor has its own key, by its place in the model.
+    """
+    key = jax.random.key(seed)
+    residual_std = model.init_std / math.sqrt(2 * model.layers)
+    params = {}
+    for index, (name, shape) in enumerate(flops.parameter_shapes(model).items()):
+        if len(shape) == 1:
+            params[name] = np.ones(shape, np.float32)
+        else:
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else model.init_std
+            draw = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+            params[name] = np.asarray(draw * np.float32(std))
+    return params

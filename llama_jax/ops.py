@@ -1,0 +1,197 @@
+"""The operations of the decoder: fast forms, some with gradients of their own, and plain twins free of custom gradients.
+
+Letters: B sequences, T tokens, D width, I in, O out, H query heads, K key/value heads, d head size, V vocabulary.
+Matrices are [out, in] as in Hugging Face Llama. Statistics (norms, softmax, losses) are computed in at least float32;
+FP64 inputs stay FP64.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def _statistics_dtype(x: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+# Dense.
+
+
+def plain_dense(x: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """x [..., I] times the transpose of w [O, I] in the dtype of x -> [..., O]."""
+    return jnp.einsum("...i,oi->...o", x, w_OI.astype(x.dtype))
+
+
+@jax.custom_vjp
+def dense(x: jax.Array, w_OI: jax.Array) -> jax.Array:
+    """plain_dense whose weight gradient leaves its GEMM in the dtype of w.
+
+    Autodiff of the cast weight would round the gradient of a float32 matrix to bfloat16 first.
+    """
+    return plain_dense(x, w_OI)
+
+
+def _dense_forward(x, w_OI):
+    return plain_dense(x, w_OI), (x, w_OI)
+
+
+def _dense_backward(saved, dy):
+    x, w_OI = saved
+    dx = jnp.einsum("...o,oi->...i", dy, w_OI.astype(x.dtype))
+    dw = jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=w_OI.dtype)
+    return dx, dw
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+
+# Embedding, norm, rotary positions, gate.
+
+
+def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of the table, cast after the lookup -> [B, T, D].
+
+    The lookup is in the table's float32 so that its gradient is a float32 scatter-add; in bfloat16 it is a
+    compare-and-swap loop on GPUs. Token ids are range-checked where they are loaded.
+    """
+    return table_VD.at[tokens_BT].get(mode="promise_in_bounds").astype(dtype)
+
+
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, cast to dtype (Zhang and Sennrich 2019)."""
+    x = x.astype(_statistics_dtype(x))
+    inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * inverse * scale_D.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
+
+
+def rope_frequencies(model) -> np.ndarray:
+    """Angle per position of each pair, FP64 [d/2] (Su et al. 2021; llama3 scaling as in Llama 3.1)."""
+    size = model.width // model.heads
+    frequencies = 1.0 / model.rope_theta ** (np.arange(0, size, 2, dtype=np.float64) / size)
+    if model.rope_scaling == "none":
+        return frequencies
+    wavelengths = 2 * np.pi / frequencies
+    original, low, high = model.rope_original_context, model.rope_low_freq, model.rope_high_freq
+    # 0 for waves longer than original / low (scaled down), 1 for shorter than original / high (kept), linear between.
+    kept = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    return (1 - kept) * frequencies / model.rope_factor + kept * frequencies
+
+
+def rope_tables(model, positions: np.ndarray, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [T, d/2] of the rotation at the given integer positions [T]."""
+    angles = np.outer(np.asarray(positions, np.float64), rope_frequencies(model))
+    return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+
+
+def rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + d/2) by position: the half-rotation convention of Hugging Face Llama."""
+    x = x_BTHd.astype(_statistics_dtype(x_BTHd))
+    cos, sin = cos_Tc[None, :, None, :].astype(x.dtype), sin_Tc[None, :, None, :].astype(x.dtype)
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHd.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (Shazeer 2020)."""
+    wide = _statistics_dtype(gate)
+    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+# Causal attention.
+
+
+def reference_attention(q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array) -> jax.Array:
+    """Causal attention by explicit products, mask and softmax -> [B, T, H, d]; materializes [B, H, T, T]."""
+    T, H, K = q_BTHd.shape[1], q_BTHd.shape[2], k_BTKd.shape[2]
+    k, v = (jnp.repeat(x, H // K, axis=2) for x in (k_BTKd, v_BTKd))
+    wide = _statistics_dtype(q_BTHd)
+    scores = jnp.einsum("bthd,bshd->bhts", q_BTHd, k, preferred_element_type=wide) / np.sqrt(q_BTHd.shape[-1])
+    causal = np.tril(np.ones((T, T), bool))[None, None]
+    scores = jnp.where(causal, scores, jnp.asarray(-jnp.inf, wide))
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
+def attention(implementation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """The causal attention function (q [B, T, H, d], k and v [B, T, K, d]) of that name: cudnn, xla or reference."""
+    if implementation == "reference":
+        return reference_attention
+
+    def fast(q_BTHd, k_BTKd, v_BTKd):
+        return jax.nn.dot_product_attention(q_BTHd, k_BTKd, v_BTKd, is_causal=True, implementation=implementation)
+
+    return fast
+
+
+# Loss head: projection to the vocabulary and cross-entropy, in nats.
+
+
+def plain_head_loss(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> jax.Array:
+    """Weighted sum of the token losses, plain logits and log-softmax; keeps the dtype, forward mode works."""
+    logits = plain_dense(h_TD, w_VD)
+    logits = logits.astype(_statistics_dtype(logits))
+    picked = jnp.take_along_axis(logits, targets_T[:, None], axis=-1)[:, 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    return jnp.sum(losses * weights_T.astype(losses.dtype))
+
+
+def token_losses(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array) -> jax.Array:
+    """Cross-entropy of each token in nats, float32 or wider [T]; logits in the dtype of h."""
+    return _statistics(plain_dense(h_TD, w_VD), targets_T)[2]
+
+
+def _statistics(logits_TV, targets_T):
+    """(logsumexp [T], is-target mask [T, V], loss [T]); gathers nothing, so that the passes over logits fuse."""
+    wide = logits_TV.astype(_statistics_dtype(logits_TV))
+    log_sum = jax.nn.logsumexp(wide, axis=-1)
+    hit = jax.lax.broadcasted_iota(targets_T.dtype, wide.shape, 1) == targets_T[:, None]
+    return log_sum, hit, log_sum - jnp.sum(jnp.where(hit, wide, 0), axis=-1)
+
+
+def head_loss(
+    h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weights_T: jax.Array, chunk_rows: int
+) -> jax.Array:
+    """plain_head_loss whose gradients are computed beside the loss, in chunks of `chunk_rows` tokens.
+
+    Logits and their gradients exist once, in the dtype of h, a chunk at a time; the gradient of w is accumulated in its
+    own dtype. No [T, V] array outlives its chunk and nothing is recomputed in the backward pass.
+    """
+    return _head_loss(chunk_rows, h_TD, w_VD, targets_T, weights_T)
+
+
+def _chunks(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _head_loss_value(chunk_rows, h_TD, w_VD, targets_T, weights_T):
+    total = jnp.zeros((), _statistics_dtype(h_TD))
+    for part in _chunks(h_TD.shape[0], chunk_rows):
+        total += jnp.sum(token_losses(h_TD[part], w_VD, targets_T[part]) * weights_T[part])
+    return total
+
+
+def _head_loss_forward(chunk_rows, h_TD, w_VD, targets_T, weights_T):
+    w_cast = w_VD.astype(h_TD.dtype)
+    total = jnp.zeros((), _statistics_dtype(h_TD))
+    dh, dw = [], jnp.zeros_like(w_VD)
+    for part in _chunks(h_TD.shape[0], chunk_rows):
+        h, weights = h_TD[part], weights_T[part]
+        logits = plain_dense(h, w_cast)
+        log_sum, hit, losses = _statistics(logits, targets_T[part])
+        total += jnp.sum(losses * weights)
+        probabilities = jnp.exp(logits.astype(log_sum.dtype) - log_sum[:, None])
+        dlogits = ((probabilities - hit) * weights[:, None].astype(log_sum.dtype)).astype(h.dtype)
+        dh.append(jnp.einsum("tv,vd->td", dlogits, w_cast))
+        dw += jnp.einsum("tv,td->vd", dlogits, h, preferred_element_type=w_VD.dtype)
+    return total, (jnp.concatenate(dh), dw)
+
+
+def _head_loss_backward(chunk_rows, saved, cotangent):
+    dh, dw = saved
+    return (dh * cotangent.astype(dh.dtype), dw * cotangent.astype(dw.dtype), None, None)
+
+
+_head_loss = jax.custom_vjp(_head_loss_value, nondiff_argnums=(0,))
+_head_loss.defvjp(_head_loss_forward, _head_loss_backward)

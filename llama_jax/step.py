@@ -1,0 +1,150 @@
+"""The one training step: gradients of N workers, clip, AdamW, and the guard against non-finite updates.
+
+Letters: N workers, A microbatches of an update, B sequences of a microbatch, S = context + 1 tokens, P arena row length.
+The whole step is one shard_map over a mesh (worker, data); every collective of an update stands in this file.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+from ml_collections import FrozenConfigDict
+
+from llama_jax import arena, loss, model, optimizer
+
+
+class State(NamedTuple):
+    """Everything on the device that an update reads and writes. ok: False blocks all further updates."""
+
+    params_NP: jax.Array
+    moments: optimizer.Moments
+    ok: jax.Array
+
+
+class Batch(NamedTuple):
+    """One update's data: token ids [N, A, B, S], row weights [N, A, B] (1: counts, 0: padding)."""
+
+    tokens: jax.Array
+    rows: jax.Array
+
+
+class Metrics(NamedTuple):
+    """What an update tells, per worker [N]: loss sum (nats), targets, gradient norm before the clip, clip factor.
+
+    ok: whether the update was applied.
+    """
+
+    loss_sum: jax.Array
+    targets: jax.Array
+    grad_norm: jax.Array
+    clip: jax.Array
+    ok: jax.Array
+
+
+STATE_SPEC = State(Spec("worker"), optimizer.Moments(Spec("worker"), Spec("worker"), Spec("worker")), Spec())
+BATCH_SPEC = Batch(Spec("worker", None, "data"), Spec("worker", None, "data"))
+METRICS_SPEC = Metrics(*[Spec("worker")] * 4, Spec())
+
+Step = Callable[[State, Batch, jax.Array], tuple[State, Metrics]]
+
+
+def make_mesh(worker: int, data: int) -> Mesh:
+    """Mesh (worker, data) over the first worker * data devices."""
+    return jax.make_mesh(
+        (worker, data), ("worker", "data"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[: worker * data]
+    )
+
+
+def shardings(mesh: Mesh, spec: Any) -> Any:
+    """The specs of a tuple as shardings on the mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), spec, is_leaf=lambda s: isinstance(s, Spec))
+
+
+def init_state(row_P: np.ndarray, workers: int, mesh: Mesh) -> State:
+    """The state before the first update: every worker starts from the same row [P], moments zero."""
+    place = shardings(mesh, STATE_SPEC)
+    params_NP = np.broadcast_to(row_P, (workers, row_P.shape[0]))
+    zeros = np.zeros_like(params_NP)
+    state = State(params_NP, optimizer.Moments(zeros, zeros, np.zeros(workers, np.int32)), np.asarray(True))
+    return jax.tree.map(jax.device_put, state, place)
+
+
+def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
+    """The compiled step of a finalized config: (state, batch, learning rates [N]) -> (state, metrics).
+
+    The state is donated. A worker's gradient is that of its own mean loss over its own valid targets; padding rows,
+    accumulation and short updates change it by rounding only.
+    """
+    layout = arena.make_layout(config.model)
+    frozen = FrozenConfigDict(config.model)
+    hyper, clip_norm = FrozenConfigDict(config.optimizer), config.optimizer.clip_norm
+
+    def loss_sum(params, tokens_BS, rows_B):
+        return loss.loss_sum(frozen, numerics, params, tokens_BS.astype(jnp.int32), rows_B)
+
+    def microbatch(params_NP, tokens_NBS, rows_NB):
+        # With respect to the views and then packed once: through slices of the arena each tensor would be padded.
+        losses_N, grads = jax.vmap(jax.value_and_grad(loss_sum))(arena.views(params_NP, layout), tokens_NBS, rows_NB)
+        return losses_N, arena.pack(grads, layout)
+
+    def gradients(params_NP, batch):
+        """Sums over all microbatches: losses [N], gradients [N, P]."""
+        if batch.tokens.shape[1] == 1:
+            return microbatch(params_NP, batch.tokens[:, 0], batch.rows[:, 0])
+
+        def accumulate(carry, part):
+            return jax.tree.map(jnp.add, carry, microbatch(params_NP, *part)), None
+
+        parts = (jnp.moveaxis(batch.tokens, 1, 0), jnp.moveaxis(batch.rows, 1, 0))
+        zero = (jnp.zeros(params_NP.shape[0], params_NP.dtype), jnp.zeros_like(params_NP))
+        return jax.lax.scan(accumulate, zero, parts)[0]
+
+    def update(state, batch, lr_N):
+        context = batch.tokens.shape[-1] - 1
+        losses_N, grads_NP = jax.lax.psum(gradients(state.params_NP, batch), "data")
+        targets_N = jax.lax.psum(jnp.sum(batch.rows.astype(jnp.int32), axis=(1, 2)) * context, "data")
+        count_N = jnp.maximum(targets_N, 1).astype(grads_NP.dtype)
+        norm_N = jnp.sqrt(jnp.sum(grads_NP * grads_NP, axis=1)) / count_N
+        clip_N = jnp.minimum(1.0, clip_norm / (norm_N + 1e-6)) if clip_norm else jnp.ones_like(norm_N)
+        scaled_NP = grads_NP * (clip_N / count_N)[:, None]
+
+        params_NP, moments = optimizer.adamw(
+            hyper, layout.decayed, state.params_NP, scaled_NP, state.moments, lr_N.astype(grads_NP.dtype)
+        )
+        bad = jnp.sum(~(jnp.isfinite(losses_N) & jnp.isfinite(norm_N)), dtype=jnp.int32)
+        ok = state.ok & (jax.lax.psum(bad, "worker") == 0)
+        new = State(params_NP, moments, ok)
+        kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, state)
+        return kept._replace(ok=ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok)
+
+    # check_vma=False: replication is not tracked, so no collective is inserted beside the ones written above.
+    sharded = jax.shard_map(
+        update,
+        mesh=mesh,
+        in_specs=(STATE_SPEC, BATCH_SPEC, Spec("worker")),
+        out_specs=(STATE_SPEC, METRICS_SPEC),
+        check_vma=False,
+    )
+    return jax.jit(sharded, donate_argnums=0)
+
+
+def make_batch(rows: np.ndarray, workers: int, accumulation: int, microbatch: int) -> Batch:
+    """Arranges the next sequences of the stream [n, S], n <= N A B and a multiple of N: worker i takes rows i::N.
+
+    A short update keeps its shapes: the missing rows are zeros of weight 0.
+    """
+    n, width = rows.shape
+    if n % workers or n > workers * accumulation * microbatch:
+        raise ValueError(f"{n} sequences don't fit {workers} workers x {accumulation} x {microbatch}")
+    local = accumulation * microbatch
+    tokens = np.zeros((workers, local, width), rows.dtype)
+    weights = np.zeros((workers, local), np.float32)
+    tokens[:, : n // workers] = rows.reshape(n // workers, workers, width).swapaxes(0, 1)
+    weights[:, : n // workers] = 1
+    return Batch(
+        tokens.reshape(workers, accumulation, microbatch, width), weights.reshape(workers, accumulation, microbatch)
+    )
