@@ -1,0 +1,144 @@
+"""Reads run folders for the report: what is there, as arrays, with a note on everything that is missing or broken."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.errors import DataError
+
+SMOOTHING = 0.01  # of a run's updates, on each side
+
+
+@dataclass(frozen=True)
+class Series:
+    """A quantity over a run: x in targets; y, with the lowest and highest worker (equal to y for one worker)."""
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder. `config` is nested as in config.json; `result` is empty until the run is done."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    result: dict[str, Any]
+    train: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    notes: tuple[str, ...]
+
+    def series(self, field: str) -> Series:
+        """A field of the train lines against targets; lines without it or with a non-finite value are left out."""
+        return _series(self.train, field)
+
+    def evaluations(self, split: str, field: str = "loss") -> Series:
+        """A field of the evaluations of one split (subset or validation) against targets."""
+        return _series([line for line in self.evals if line.get("split") == split], field)
+
+    def setting(self, path: str) -> Any:
+        """The value of a dotted config field, or None where the run has no such field."""
+        value: Any = self.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_run(directory: str | Path) -> Run:
+    """Reads a run folder, finished or not. Raises DataError where there is neither config.json nor metrics.jsonl."""
+    directory = Path(directory)
+    if not (directory / "config.json").is_file() and not (directory / "metrics.jsonl").is_file():
+        raise DataError(f"{directory} is not a run folder: it has neither config.json nor metrics.jsonl")
+    notes: list[str] = []
+    config = _read_json(directory / "config.json", notes)
+    environment = _read_json(directory / "environment.json", notes)
+    result = _read_json(directory / "result.json", notes) if (directory / "result.json").is_file() else {}
+    train, evals = _read_metrics(directory / "metrics.jsonl", notes)
+    config = config.get("config", config)
+    if not result:
+        done = train[-1]["update"] if train else 0
+        total = config.get("derived", {}).get("total_updates")
+        notes.insert(0, f"unfinished: {done:,}" + (f" of {total:,}" if total else "") + " updates so far")
+    return Run(directory.resolve().name, directory, config, environment, result, train, evals, tuple(notes))
+
+
+def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except ValueError:
+        notes.append(f"{path.name} is not valid JSON and was left out")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} is not a JSON object and was left out")
+        return {}
+    return value
+
+
+def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train lines by update and evaluations by (update, split), each once, sorted; broken lines become notes."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing")
+        return [], []
+    train: dict[int, dict[str, Any]] = {}
+    evals: dict[tuple[int, str], dict[str, Any]] = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            update, _ = int(line["update"]), int(line["targets"])
+            kind = line["kind"]
+        except (ValueError, TypeError, KeyError):
+            torn = number == len(lines)  # only a line cut off in the middle has no newline after it
+            notes.append(f"{path.name}: " + ("the last line is cut off" if torn else f"line {number} is broken"))
+            continue
+        if kind == "train":
+            train[update] = line
+        elif kind == "eval":
+            evals[update, str(line.get("split"))] = line
+    return [train[key] for key in sorted(train)], [evals[key] for key in sorted(evals)]
+
+
+def _series(lines: list[dict[str, Any]], field: str) -> Series:
+    rows = []
+    for line in lines:
+        value = line.get(field)
+        try:
+            values = np.atleast_1d(np.asarray(value, dtype=np.float64))
+        except (TypeError, ValueError):
+            continue
+        if value is not None and values.size and np.isfinite(values).all():
+            rows.append((float(line["targets"]), values.mean(), values.min(), values.max()))
+    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
+    return Series(*table.T)
+
+
+def smoothed(series: Series) -> tuple[np.ndarray, int]:
+    """Moving mean of y, SMOOTHING of the run to both sides, and its full width in updates.
+
+    Narrower at the start, where a loss falls steeply; one-sided at the end, where noise would show as a hook.
+    """
+    n = len(series)
+    half = int(n * SMOOTHING)
+    if half == 0:
+        return series.y, 1
+    total = np.concatenate([[0.0], np.cumsum(series.y)])
+    index = np.arange(n)
+    before = np.minimum(half, index)
+    after = np.minimum(before, n - 1 - index)
+    return (total[index + after + 1] - total[index - before]) / (before + after + 1), 2 * half + 1
