@@ -218,20 +218,21 @@ class _Cursor(grain.DatasetIterator):
         for thread in list(self._loading):
             thread.join()
 
-    def _load_group(self, index: int) -> _Group:
-        if self._group is None or self._group.number != index:
+    def _load_group(self, number: int) -> _Group:
+        if self._group is None or self._group.number != number:
             self._group = None  # so that no more than the next group and the one after it are in memory
+            at = {"next_index": number}
+            if self._parent.get_state() != at:  # after a failure on the way into the next group
+                self._parent.set_state(at)
             start = time.monotonic()
             try:
-                loaded = next(self._parent)
+                self._group = next(self._parent)
             except BaseException:  # Grain has dropped the group that failed: ask for the same one again next time
-                self._parent.set_state({"next_index": index})
+                self._parent.set_state(at)
                 raise
             finally:
                 self.waited_s += time.monotonic() - start
-            if loaded.number != index:
-                raise RuntimeError(f"group {loaded.number} came where {index} was due")
-            self._group = loaded
+        assert self._group.number == number
         return self._group
 
 
