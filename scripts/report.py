@@ -94,7 +94,7 @@ def facts(run: Run) -> dict[str, Any]:
         "targets_per_s": first(result.get("targets_per_s"), float(np.median(speed.y)) if len(speed) else None),
         "mfu": first(result.get("mfu"), float(np.median(mfu.y)) if len(mfu) else None),
         "wall_s": first(result.get("wall_s"), last.get("wall_s")),
-        "device": first(result.get("device"), run.environment.get("device")),
+        "device": _device(first(result.get("device"), run.environment.get("device"))),
     }
 
 
@@ -145,7 +145,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     rows = []
     for run in runs:
         values = facts(run)
-        rows.append([run.name, *(show(values[key], form) for _, key, form in COLUMNS), _plain(values["device"])])
+        rows.append([run.name, *(show(values[key], form) for _, key, form in COLUMNS), values["device"]])
     if len(runs) == 1:
         return _table(["quantity", "value"], list(zip(heads[1:], rows[0][1:], strict=True)), "text")
     return _table(heads, rows, "numbers", chips=True)
@@ -156,9 +156,9 @@ def _settings(runs: Sequence[Run]) -> str:
     known = [run for run in runs if run.config]
     if not known:
         return ""
-    columns = [(run.name, run.config) for run in known]
+    columns = [(run.name, run.config | {"resolved": run.resolved}) for run in known]
     if len(runs) == 1:
-        columns = [("default", configs.to_dict(configs.default())), ("this run", known[0].config)]
+        columns = [("default", configs.to_dict(configs.default())), ("this run", columns[0][1])]
     differing = {field for _, one in columns for field, _, _ in configs.diff(columns[0][1], one, execution=True)}
     flat = [_flat(one) for _, one in columns]
     fields = [field for field in dict.fromkeys(key for one in flat for key in one) if field in differing]
@@ -195,6 +195,14 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str, chip
     return (
         f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _device(value: Any) -> str:
+    """A device as text; environment.json holds {"kind", "count", ...}."""
+    if not isinstance(value, Mapping):
+        return _plain(value)
+    count, kind = value.get("count"), str(value.get("kind"))
+    return kind if count in (None, 1) else f"{count} x {kind}"
 
 
 def _plain(value: Any) -> str:

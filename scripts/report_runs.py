@@ -28,11 +28,15 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. `config` is nested as in config.json; `result` is empty until the run is done."""
+    """One run folder: its config, what its `auto` settings became, the environment of its latest start.
+
+    `result` is empty until the run is done.
+    """
 
     name: str
     directory: Path
     config: dict[str, Any]
+    resolved: dict[str, Any]
     environment: dict[str, Any]
     result: dict[str, Any]
     train: list[dict[str, Any]]
@@ -61,16 +65,27 @@ def read_run(directory: str | Path) -> Run:
     if not (directory / "config.json").is_file() and not (directory / "metrics.jsonl").is_file():
         raise DataError(f"{directory} is not a run folder: it has neither config.json nor metrics.jsonl")
     notes: list[str] = []
-    config = _read_json(directory / "config.json", notes)
-    environment = _read_json(directory / "environment.json", notes)
+    stored = _read_json(directory / "config.json", notes)
+    config = stored.get("config", {})
+    starts = _read_json(directory / "environment.json", notes).get("starts")
+    environment = starts[-1] | {"starts": len(starts)} if starts else {}
     result = _read_json(directory / "result.json", notes) if (directory / "result.json").is_file() else {}
     train, evals = _read_metrics(directory / "metrics.jsonl", notes)
-    config = config.get("config", config)
     if not result:
         done = train[-1]["update"] if train else 0
         total = config.get("derived", {}).get("total_updates")
         notes.insert(0, f"unfinished: {done:,}" + (f" of {total:,}" if total else "") + " updates so far")
-    return Run(directory.resolve().name, directory, config, environment, result, train, evals, tuple(notes))
+    return Run(
+        directory.resolve().name,
+        directory,
+        config,
+        stored.get("resolved", {}),
+        environment,
+        result,
+        train,
+        evals,
+        tuple(notes),
+    )
 
 
 def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ def write_run(directory, updates=200, finished=True, lr=0.0056, workers=1, tail=
     configs.setfind(cfg, "training.total_updates", 200)
     configs.setfind(cfg, "lr_schedule.warmup_steps", 20)
     configs.setfind(cfg, "optimizer.lr", lr)
-    (directory / "config.json").write_text(json.dumps(configs.to_dict(configs.finalize(cfg))))
-    (directory / "environment.json").write_text(
-        json.dumps(environment or {"python": "3.11.7", "versions": {"jax": "1"}})
-    )
+    stored = {"config": configs.to_dict(configs.finalize(cfg)), "resolved": {"attention": "xla"}, "data": {}}
+    (directory / "config.json").write_text(json.dumps(stored))
+    start = environment or {"versions": {"jax": "0.99"}, "device": {"kind": "TFRT", "count": 4}}
+    (directory / "environment.json").write_text(json.dumps({"starts": [{"versions": {"jax": "0.1"}}, start]}))
     lines = []
     for update in range(1, updates + 1):
         loss = 3 + 7 * math.exp(-update / 40)
@@ -103,6 +103,9 @@ def test_page_of_one_run(tmp_path):
     assert f"{last:.4f}" in page.text
     assert "· finished" in page.text
     assert re.search(r"training\.total_updates\s+–\s+200", page.text)
+    assert re.search(r"resolved\.attention\s+–\s+xla", page.text)
+    assert re.search(r"versions\.jax\s+0\.99", page.text)
+    assert re.search(r"starts\s+2", page.text)
 
 
 def test_page_needs_nothing_from_outside(tmp_path):
@@ -135,7 +138,7 @@ def test_everything_read_is_escaped(tmp_path):
     evil = '<script>alert("1")</script>&amp;'
     run = write_run(tmp_path / "<b>&amp;", environment={evil: {evil: evil}})
     stored = json.loads((run / "config.json").read_text())
-    stored["data"]["path"] = evil
+    stored["config"]["data"]["path"] = evil
     (run / "config.json").write_text(json.dumps(stored))
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps(result | {"device": evil, "wall_s": evil, "targets": evil}))
@@ -155,6 +158,7 @@ def test_comparison(tmp_path):
     assert re.search(r"optimizer\.lr\s+0\.0056\s+0\.003", page.text)
     assert "optimizer.beta1 " not in re.sub(r"Whole config.*", "", page.text)
     assert re.search(r"second\s+20,403,520\s+15,728,640\s+120\s+", page.text)
+    assert "4 x TFRT" in page.text
     assert report.write([str(a), str(b)]) == tmp_path / "report.html"
 
 

@@ -1,0 +1,197 @@
+"""The shell scripts: syntax, quoting, usage, exit codes and idempotence; the unigram entropy against a hand count."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llama_jax import shards
+from llama_jax.errors import DataError
+from scripts import unigram
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
+
+
+def run(*command, cwd=ROOT, **variables):
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_shell_style(script):
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+    assert os.access(script, os.X_OK)
+    result = run("bash", "-n", script)
+    assert (result.returncode, result.stderr) == (0, "")
+    for forbidden in ("http:", "https:", "--index-url", "--trusted-host", "curl ", "wget "):
+        assert forbidden not in text, forbidden
+
+
+def unquoted(line):
+    """Expansions of variables outside double quotes, arithmetic and [[ ]] in one line of shell."""
+    line = re.sub(r"(^|\s)#.*", "", line)
+    line = re.sub(r"\[\[.*?\]\]|\(\(.*?\)\)|'[^']*'", "", line)
+    line = re.sub(r"\"(?:\\.|\$\([^\"]*?(?:\"[^\"]*\"[^\"]*?)*\)|[^\"\\])*\"", "", line)
+    return re.findall(r"\$\{?[A-Za-z@*]\w*", line)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_expansions_are_quoted(script):
+    text = re.sub(r"<<'(\w+)'.*?\n\1\n", "\n", script.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.match(r"\s*(\w+=|case |for extra in \$\{installed)", line):
+            continue  # no word splitting in assignments and case; one loop splits a list of plain words on purpose
+        assert unquoted(line) == [], f"{script.name} near line {number}: {line}"
+
+
+def test_quoting_check_can_fail():
+    assert unquoted("rm -r $folder/x") == ["$folder"]
+    assert unquoted('cp "$a" ${b}') == ["${b"]
+    assert unquoted('cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."') == []
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh"])
+def test_usage(script):
+    result = run("bash", ROOT / "scripts" / script, "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"usage: bash scripts/{script}")
+    result = run("bash", ROOT / "scripts" / script, "--wrong")
+    assert result.returncode == 2
+    assert "error: unknown argument: --wrong" in result.stderr
+
+
+def test_test_script_usage():
+    result = run("bash", ROOT / "scripts" / "test.sh", "--help")
+    assert result.returncode == 0
+    assert "bash scripts/test.sh" in result.stdout
+
+
+def test_setup_refuses_what_cannot_work(tmp_path):
+    result = run("bash", "scripts/setup.sh", "--cuda12", "--tpu", VENV=tmp_path / "v")
+    assert (result.returncode, result.stderr) == (2, "error: --cuda12 and --tpu exclude each other\n")
+    old = tmp_path / "python"
+    old.write_text(f'#!/bin/sh\ncase "$2" in *"(3, 12)"*) exit 1;; esac\nexec "{sys.executable}" "$@"\n')
+    old.chmod(0o755)
+    result = run("bash", "scripts/setup.sh", "--cuda13", PYTHON=old, VENV=tmp_path / "v")
+    assert result.returncode == 2
+    assert "is not Python 3.12 or newer, which --cuda13 needs" in result.stderr
+    assert not (tmp_path / "v").exists()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what setup.sh reads, in a folder with a space, and a Python whose pip only notes its arguments."""
+    root = tmp_path / "my checkout"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", root / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    shutil.copytree(ROOT / "constraints", root / "constraints")
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/sh
+case "$1 $2 $3" in
+  "-m pip --version") exit 0 ;;
+  "-m pip install")
+    printf '%s\\n' "$@" >> "{root}/pip.txt"
+    echo out of luck
+    exit "${{PIP_CODE:-0}}" ;;
+esac
+exec "{sys.executable}" "$@"
+"""
+    )
+    python.chmod(0o755)
+    return root
+
+
+def test_setup_installs_once(checkout):
+    def setup(*arguments, **variables):
+        result = run("bash", checkout / "scripts" / "setup.sh", *arguments, cwd="/", **variables)
+        noted = checkout / "pip.txt"
+        words = noted.read_text().split("\n") if noted.exists() else []
+        noted.unlink(missing_ok=True)
+        return result, words
+
+    result, words = setup(PIP_CODE=1)
+    assert result.returncode == 2
+    assert "out of luck" in result.stderr
+    assert "everything pip said is in .venv/setup.log" in result.stderr
+    assert ".[prepare,report]" in words
+
+    result, words = setup()
+    assert result.returncode == 0, result.stderr
+    assert ".[prepare,report]" in words
+    pins = f"constraints/py{sys.version_info.major}{sys.version_info.minor}.txt"
+    assert (pins in words) == (checkout / pins).exists()
+
+    result, words = setup()
+    assert "is up to date" in result.stdout
+    assert words == []
+
+    _, words = setup("--dev")
+    assert ".[prepare,report,test]" in words
+    result, words = setup()  # what was installed before is kept and needs nothing new
+    assert words == []
+
+    with open(checkout / "pyproject.toml", "a") as file:
+        file.write("# changed\n")
+    _, words = setup()
+    assert ".[prepare,report,test]" in words
+
+    _, words = setup("--tpu")
+    assert ".[prepare,report,tpu,test]" in words
+    result, words = setup("--cuda12")
+    assert result.returncode == 2
+    assert words == []
+
+
+def test_constraints_pin_everything_exactly():
+    for path in sorted((ROOT / "constraints").glob("py*.txt")):
+        pins = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        for pin in pins:
+            assert re.fullmatch(r"[a-z0-9.-]+==[0-9][0-9a-z.]*", pin), pin
+        names = [pin.split("==")[0] for pin in pins]
+        assert names == sorted(set(names))
+        assert {"jax", "jaxlib", "flax", "grain", "orbax-checkpoint", "pytest", "ruff", "mypy"} <= set(names)
+        assert not any(name.startswith(("tensorflow-cpu", "nvidia", "bagz", "tokamax")) for name in names)
+        assert ("torch" in names) == (path.name == "py311.txt")
+
+
+def write_cache(directory, ids, vocab_size):
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text("{}")
+    dtype = shards.dtype_for(vocab_size)
+    splits = {}
+    for split, part in (("train", ids), ("validation", ids[:4])):
+        writer = shards.ShardWriter(directory, split, dtype, 8)
+        writer.append(part)
+        splits[split] = {"tokens": len(part), "documents": 1, "utf8_bytes": 9, "shards": writer.finish()}
+    tokenizer = {"kind": "bpe", "name": "t", "vocab_size": vocab_size, "eos_id": 0, "bos_id": None}
+    tokenizer |= {"file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()}
+    content = {"dtype": dtype, "shard_tokens": 8, "seed": 1, "tokenizer": tokenizer, "sources": [], "splits": splits}
+    shards.write_manifest(directory, content)
+
+
+def test_unigram_entropy(tmp_path):
+    write_cache(tmp_path / "cache", np.array([1] * 10 + [2] * 5 + [3] * 5), 5)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(DataError, match=r"no result\.json"):
+        unigram.compare(tmp_path / "run", tmp_path / "cache")
+    (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": 0.5}))
+    said = unigram.compare(tmp_path / "run", tmp_path / "cache")
+    assert "validation loss   0.5000 nats" in said
+    assert f"unigram entropy   {1.5 * math.log(2):.4f} nats" in said
+    assert f"learned           {1.5 * math.log(2) - 0.5:.4f} nats" in said
