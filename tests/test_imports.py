@@ -17,17 +17,17 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors"],
     ["fields", "budget", "flops", "files", "faults"],
-    ["config", "shards"],
+    ["config", "shards", "synthetic", "integrity"],
     ["kernels"],
     ["ops"],
     ["model", "arena", "topology", "data"],
-    ["loss", "optimizer"],
-    ["step", "evaluate"],
-    ["checkpoint", "metrics", "run_folder", "hf", "generate"],
-    ["describe", "train"],
-    ["main"],
+    ["loss", "optimizer", "runtime"],
+    ["step", "validation"],
+    ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
+    ["train", "describe"],
+    ["main", "evaluate"],
 ]
-COMMANDS = {("evaluate", "main"), ("generate", "main")}
+COMMANDS = {("generate", "main")}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 MAX_LINES = 350
@@ -142,8 +142,8 @@ def test_order_check_can_fail():
     assert upward("ops", ast.parse("from llama_jax import train")) == ["line 1: ops imports train, which lies above it"]
     assert upward("ops", ast.parse("import llama_jax.train as t")) != []
     assert upward("ops", ast.parse("def f():\n    from llama_jax.step import x")) != []
-    assert upward("evaluate", ast.parse("def main():\n    from llama_jax.checkpoint import x")) == []
-    assert upward("evaluate", ast.parse("from llama_jax.checkpoint import x")) != []
+    assert upward("generate", ast.parse("def main():\n    from llama_jax.train import x")) == []
+    assert upward("generate", ast.parse("from llama_jax.train import x")) != []
     assert upward("train", ast.parse("from llama_jax import ops, nonsense")) != []
 
 
