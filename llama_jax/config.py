@@ -42,8 +42,12 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
     if not path.is_file():
         raise ConfigError(f"config file {path} does not exist")
     if path.suffix == ".json":
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        config = _from_plain(stored.get("config", stored))
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = stored.get("config", stored)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"config file {path} is not a JSON object: {error}") from error
+        config = _from_plain(stored)
     else:
         spec = importlib.util.spec_from_file_location(f"llama_jax_config_{path.stem}", path)
         if spec is None or spec.loader is None:

@@ -4,7 +4,7 @@ A preset in `configs/` states only what differs from these defaults.
 """
 
 import difflib
-import math
+import sys
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
@@ -184,7 +184,8 @@ def checked(path: str, field: Field, value: Any) -> Any:
     if value is None:
         good = field.kind is not None
     elif field.type is float and isinstance(value, int | float) and not isinstance(value, bool):
-        value = float(value)
+        good = abs(value) <= sys.float_info.max  # False for NaN, infinities and integers that no float holds
+        value = float(value) if good else value
     elif type(value) is not field.type:
         good = False
     if good and value is not None and isinstance(field.allowed, tuple):
@@ -193,7 +194,7 @@ def checked(path: str, field: Field, value: Any) -> Any:
         low, high = (float(part) for part in field.allowed[1:-1].split(","))
         above = value >= low if field.allowed[0] == "[" else value > low
         below = value <= high if field.allowed[-1] == "]" else value < high
-        good = math.isfinite(value) and above and below
+        good = above and below
     if not good:
         raise ConfigError(f"{path} = {value!r} is not {describe(field)}")
     return value
