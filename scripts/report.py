@@ -62,7 +62,7 @@ def text(value: Any) -> str:
 
 def show(value: Any, form: str | Callable[[Any], str] = ",") -> str:
     """A finite number in a format or through a function, or a dash for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    if not _is_number(value):
         return "–"
     return format(value, form) if isinstance(form, str) else form(value)
 
@@ -83,17 +83,21 @@ def facts(run: Run) -> dict[str, Any]:
     def first(*values: Any) -> Any:
         return next((value for value in values if value is not None), None)
 
+    targets = first(result.get("targets"), last.get("targets"))
+    wall_s = first(result.get("wall_s"), last.get("wall_s"))
     return {
         "unique_params": first(result.get("unique_params"), run.setting("derived.unique_params")),
-        "targets": first(result.get("targets"), last.get("targets")),
+        "targets": targets,
         "updates": first(result.get("updates"), last.get("update")),
         "loss": float(loss.y[-FINAL_UPDATES:].mean()) if len(loss) else None,
         "subset_loss": float(subset.y[-1]) if len(subset) else None,
         "validation_loss": first(result.get("validation_loss"), float(full.y[-1]) if len(full) else None),
         "bits_per_byte": first(result.get("bits_per_byte"), float(bits.y[-1]) if len(bits) else None),
         "targets_per_s": first(result.get("targets_per_s"), float(np.median(speed.y)) if len(speed) else None),
+        "targets_per_s_all": targets / wall_s if _is_number(targets) and _is_number(wall_s) and wall_s > 0 else None,
         "mfu": first(result.get("mfu"), float(np.median(mfu.y)) if len(mfu) else None),
-        "wall_s": first(result.get("wall_s"), last.get("wall_s")),
+        "peak_memory_bytes": result.get("peak_memory_bytes"),
+        "wall_s": wall_s,
         "device": _device(first(result.get("device"), run.environment.get("device"))),
     }
 
@@ -106,8 +110,10 @@ COLUMNS: list[tuple[str, str, str | Callable[[Any], str]]] = [  # head, key of f
     ("subset loss, last", "subset_loss", ".4f"),
     ("validation loss", "validation_loss", ".4f"),
     ("bits per byte", "bits_per_byte", ".4f"),
-    ("targets/s", "targets_per_s", ",.0f"),
+    ("targets/s, training", "targets_per_s", ",.0f"),
+    ("targets/s, all in", "targets_per_s_all", ",.0f"),
     ("MFU", "mfu", ".1%"),
+    ("peak memory", "peak_memory_bytes", lambda v: f"{v / 2**30:.1f} GiB"),
     ("wall time", "wall_s", duration),
 ]
 
@@ -195,6 +201,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str, chip
     return (
         f'<div class="scroll"><table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
 def _device(value: Any) -> str:

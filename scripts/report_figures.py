@@ -120,6 +120,8 @@ def _loss(axes: Axes, runs: Sequence[Run]) -> str:
                 colour = style["color"] if several else COLOURS[1]
                 axes.plot(points.x, points.y, marker, markersize=size, color=colour, label=label, zorder=3)
                 marked = True
+    for entropy in sorted({float(value) for run in runs if (value := run.result.get("entropy"))}):
+        _mark(axes, entropy, "entropy of the language")
     # The first updates fall from ln V and would flatten the rest: the axis starts where a twentieth of the run is done.
     low, high = axes.get_ylim()
     if top and max(top) < high:
@@ -141,10 +143,7 @@ def _grad_norm(axes: Axes, runs: Sequence[Run]) -> str:
     _lines(axes, runs, "grad_norm", thin=True)
     clips = sorted({float(clip) for run in runs if (clip := run.setting("optimizer.clip_norm"))})
     for clip in clips if axes.has_data() else []:
-        axes.axhline(clip, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.annotate(
-            f"clip {clip:g}", (1, clip), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-        )
+        _mark(axes, clip, f"clip {clip:g}")
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -159,6 +158,12 @@ def _throughput(axes: Axes, runs: Sequence[Run]) -> str:
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     return "Targets per second of training, without evaluations and checkpoints."
+
+
+def _mark(axes: Axes, y: float, label: str) -> None:
+    """A dashed line across the figure, with its name at the right end."""
+    axes.axhline(y, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.annotate(label, (1, y), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
 
 
 def _lines(axes: Axes, runs: Sequence[Run], field: str, thin: bool = False) -> None:

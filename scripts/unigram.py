@@ -36,7 +36,10 @@ def compare(run: Path, cache: Path) -> str:
         result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{run} has no result.json: the run is not finished") from None
-    entropy, loss = unigram_entropy(shards.read_manifest(cache)), float(result["validation_loss"])
+    loss = result.get("validation_loss")
+    if loss is None:
+        raise DataError(f"{run}/result.json has no validation loss: the run had evaluation.full_at_end=False")
+    entropy = unigram_entropy(shards.read_manifest(cache))
     return (
         f"validation loss   {loss:.4f} nats per token\n"
         f"unigram entropy   {entropy:.4f} nats per token, what knowing only the frequencies of the tokens would reach\n"

@@ -50,6 +50,7 @@ def write_run(directory, updates=200, finished=True, lr=0.0056, workers=1, tail=
         lines.append(place | {"split": "validation", "loss": 3.25, "bits_per_byte": 1.1})
         done = {"unique_params": 20403520, "targets": updates * BATCH, "updates": updates, "validation_loss": 3.25}
         done |= {"bits_per_byte": 1.1, "wall_s": 3725.2, "device": "test device"}
+        done |= {"entropy": 2.5, "peak_memory_bytes": 3 * 2**30}
         (directory / "result.json").write_text(json.dumps(done))
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + tail)
     return directory
@@ -97,10 +98,22 @@ def test_page_of_one_run(tmp_path):
     assert target == run / "report.html"
     page = Page(target.read_text(encoding="utf-8"))
     assert page.tags.count("svg") == page.tags.count("figure") == 4
-    for expected in ("3.2500", "1.1000", "20,403,520", f"{200 * BATCH:,}", "1:02:05", "test device", "40.0%", "1,100"):
+    for expected in (
+        "3.2500",
+        "1.1000",
+        "20,403,520",
+        f"{200 * BATCH:,}",
+        "1:02:05",
+        "test device",
+        "40.0%",
+        "3.0 GiB",
+        "1,100",
+    ):
         assert expected in page.text, expected
     last = np.mean([3 + 7 * math.exp(-update / 40) for update in range(181, 201)])
     assert f"{last:.4f}" in page.text
+    assert f"{200 * BATCH / 3725.2:,.0f}" in page.text
+    assert "entropy of the language" in page.text
     assert "· finished" in page.text
     assert re.search(r"training\.total_updates\s+–\s+200", page.text)
     assert re.search(r"resolved\.attention\s+–\s+xla", page.text)

@@ -190,6 +190,9 @@ def test_unigram_entropy(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(DataError, match=r"no result\.json"):
         unigram.compare(tmp_path / "run", tmp_path / "cache")
+    (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": None}))
+    with pytest.raises(DataError, match="full_at_end"):
+        unigram.compare(tmp_path / "run", tmp_path / "cache")
     (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": 0.5}))
     said = unigram.compare(tmp_path / "run", tmp_path / "cache")
     assert "validation loss   0.5000 nats" in said
