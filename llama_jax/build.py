@@ -1,0 +1,57 @@
+"""What a config needs on this device: the plan, the arena layout, the mesh, the compiled step and evaluation."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from llama_jax import arena, budget, model, runtime
+from llama_jax import config as configs
+from llama_jax import step as steps
+from llama_jax import validation as validations
+from llama_jax.faults import fault_point
+
+
+class Built(NamedTuple):
+    """What a config needs on this device: the plan in sequences, the compiled step and evaluation."""
+
+    config: Any
+    plan: budget.Plan
+    layout: arena.Layout
+    numerics: model.Numerics
+    resolved: dict[str, Any]
+    mesh: Mesh
+    step: steps.Step
+    evaluate: validations.Evaluator
+
+    def initial_state(self) -> steps.State:
+        """The state before the first update."""
+        row_P = arena.to_row(model.init(self.config.model, self.config.seed), self.layout)
+        return steps.init_state(row_P, self.config.decentralized.workers, self.mesh)
+
+    def place(self, rows: np.ndarray) -> steps.Batch:
+        """The next sequences of the stream [n, T + 1] as one update's batch on the device."""
+        config = self.config
+        batch = steps.make_batch(
+            rows, config.decentralized.workers, config.derived.accumulation, config.training.microbatch
+        )
+        if fault_point("step"):
+            batch.rows[:] = np.nan
+        return jax.tree.map(jax.device_put, batch, steps.shardings(self.mesh, steps.BATCH_SPEC))
+
+
+def build(config: Any) -> Built:
+    """Everything of a finalized config but its data and its folder. Call runtime.prepare(config) first."""
+    numerics, resolved = runtime.resolve(config)
+    mesh = steps.make_mesh(config.runtime.mesh_worker, config.runtime.mesh_data)
+    return Built(
+        config,
+        configs.make_plan(config),
+        arena.make_layout(config.model),
+        numerics,
+        resolved,
+        mesh,
+        steps.make_step(config, numerics, mesh),
+        validations.make_evaluator(config, numerics, mesh),
+    )

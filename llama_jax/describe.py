@@ -1,0 +1,37 @@
+"""What a run says before it starts and when it is done."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from llama_jax.build import Built
+from llama_jax.data import Source
+
+
+def before(built: Built, source: Source) -> list[str]:
+    """What a run says before it starts."""
+    config, derived, device = built.config, built.config.derived, jax.devices()[0]
+    passes = derived.total_sequences / source.sequences
+    lines = [
+        f"{config.name}: {derived.unique_params:,} parameters ({derived.non_embedding_params:,} without embeddings), "
+        f"{derived.total_targets:,} targets in {derived.total_updates:,} updates, {derived.epochs} virtual epochs",
+        f"device {device.device_kind} x {built.mesh.size}, JAX {jax.__version__}: "
+        + ", ".join(f"{key} {value}" for key, value in built.resolved.items()),
+        f"data {source.sequences:,} sequences of {source.context} targets, {passes:.2f} passes; "
+        f"{source.validation_sequences:,} validation sequences",
+    ]
+    if source.entropy is not None:
+        lines.append(f"entropy of the language {source.entropy:.4f} nats per target: no model can do better")
+    return lines
+
+
+def after(path: Path, result: dict[str, Any]) -> list[str]:
+    """What a finished run says; path is its folder."""
+    loss, bits = result["validation_loss"], result["bits_per_byte"]
+    text = f"done: {result['targets']:,} targets in {result['updates']:,} updates"
+    if loss is not None:
+        text += f", validation loss {loss:.4f} nats" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    if result["entropy"] is not None:
+        text += f" (entropy of the language {result['entropy']:.4f})"
+    return [text, f"results in {path}"]

@@ -1,0 +1,113 @@
+"""Validation loss of a run, an export or a Hugging Face folder; one JSON line on standard output.
+
+python -m llama_jax.evaluate --run=runs/c4_20m [--update=U] [--data=data/c4] [--split=validation|subset]
+python -m llama_jax.evaluate --model=HUGGING_FACE_FOLDER --data=data/c4 [--context=1024]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax import arena, checkpoint, data, hf, run_folder, runtime
+from llama_jax import config as configs
+from llama_jax import step as steps
+from llama_jax import validation as validations
+from llama_jax.errors import ConfigError, run_command
+
+
+def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Array, int]:
+    """(config, mean parameter row [P], update) of a run's newest or given checkpoint, verified.
+
+    Raises CheckpointError. Changes nothing in the folder.
+    """
+    config = configs.from_dict(run_folder.read_run(path)["config"])
+    saved = checkpoint.Checkpoints(Path(path) / "checkpoints", None, read_only=True)
+    found = saved.read(update, ["params"])
+    return config, validations.mean_row(found.arrays["params"]), found.update
+
+
+def load_model(folder: str | Path, context: int) -> tuple[Any, jax.Array]:
+    """(config, parameter row [P]) of a Hugging Face Llama folder; the other fields of the config are defaults."""
+    fields, params = hf.load_folder(folder)
+    config = configs.default()
+    # Only the model matters for an evaluation; a budget of one update satisfies the checks of the other fields.
+    settings = {
+        **{f"model.{name}": value for name, value in fields.items()},
+        "model.context": context,
+        "training.targets_per_parameter": None,
+        "training.total_updates": 1,
+        "training.batch_targets": context,
+        "training.microbatch": 1,
+        "lr_schedule.warmup_steps": 0,
+    }
+    for name, value in settings.items():
+        configs.set_field(config, name, value)
+    config = configs.finalize(config)
+    return config, jax.numpy.asarray(arena.to_row(params, arena.make_layout(config.model)))
+
+
+def evaluate(config: Any, row_P: jax.Array, split: str) -> dict[str, Any]:
+    """Loss of a parameter row on the whole validation split or the fixed subset of the config's data."""
+    source = data.open_source(config)
+    numerics, resolved = runtime.resolve(config)
+    evaluator = validations.make_evaluator(config, numerics, steps.make_mesh(1, config.runtime.mesh_data))
+    indices = np.arange(source.validation_sequences)
+    if split == "subset":
+        indices = validations.subset_indices(
+            source.validation_sequences, config.evaluation.subset_sequences, config.evaluation.subset_seed
+        )
+    rows = validations.batches(source.validation_rows, indices, config.evaluation.batch_sequences)
+    loss = evaluator(row_P, rows)
+    return {
+        "split": split,
+        "loss": loss.mean,
+        "bits_per_byte": loss.bits_per_byte(source.bytes_per_token),
+        "targets": loss.targets,
+        "data": source.fingerprint,
+        "unique_params": config.derived.unique_params,
+        "device": jax.devices()[0].device_kind,
+        **resolved,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m llama_jax.evaluate", description=__doc__, allow_abbrev=False)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", help="run folder")
+    which.add_argument("--model", help="Hugging Face Llama folder, for example exports/final of a run")
+    parser.add_argument("--update", type=int, help="checkpoint of the run; default the newest")
+    parser.add_argument("--data", help="token cache; default the one of the run")
+    parser.add_argument("--split", choices=("validation", "subset"), default="validation")
+    parser.add_argument("--context", type=int, default=1024, help="targets of a sequence, with --model")
+    parser.add_argument("--batch", type=int, help="sequences of one forward pass")
+    parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
+    options = parser.parse_args(arguments)
+
+    def command() -> None:
+        if options.model and not options.data:
+            raise ConfigError("--model needs --data=CACHE, a cache made with the model's tokenizer")
+        if options.run:
+            config = configs.from_dict(run_folder.read_run(options.run)["config"])
+            runtime.prepare(config)
+            config, row_P, update = load_run(options.run, options.update)
+        else:
+            config, row_P = load_model(options.model, options.context)
+            update = None
+        for field, value in (("data.path", options.data), ("evaluation.batch_sequences", options.batch)):
+            if value is not None:
+                configs.set_field(config, field, value)
+        found = evaluate(configs.finalize(config), row_P, options.split)
+        print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
+
+    return run_command(command, options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Trains a config: python -m llama_jax.main --config=configs/c4_20m.py [--workdir=DIR] [--config.FIELD=VALUE ...]
+
+The same command continues an interrupted run. Exit codes: see llama_jax/errors.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llama_jax import config as configs
+from llama_jax import runtime
+from llama_jax.errors import ConfigError, run_command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m llama_jax.main", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
+    parser.add_argument("--config.FIELD", metavar="VALUE", help="sets a field; llama_jax/fields.py lists them")
+    parser.add_argument("--workdir", help="run folder; default runs/<name of the config>")
+    parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
+
+    def command() -> None:
+        file, overrides, rest = configs.parse_arguments(arguments)
+        options = parser.parse_args(rest)
+        if file is None:
+            raise ConfigError("--config=FILE is required, for example --config=configs/smoke.py")
+        config = configs.load(file, overrides)
+        stop = runtime.watch_signals()
+        runtime.prepare(config)
+        from llama_jax import train  # after prepare(): importing it may start the backend
+
+        train.run(config, options.workdir or f"runs/{config.name}", stop)
+
+    return run_command(command, debug="--debug" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

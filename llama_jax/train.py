@@ -1,0 +1,387 @@
+"""The training run: the only loop, from a config and a run folder to result.json.
+
+Letters: N workers, P arena row length.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax import checkpoint, data, describe, flops, hf, metrics, optimizer, run_folder
+from llama_jax import config as configs
+from llama_jax import step as steps
+from llama_jax import validation as validations
+from llama_jax.build import Built, build
+from llama_jax.errors import CheckpointError, DeviceError, Error, NonFiniteError
+from llama_jax.faults import fault_point
+from llama_jax.files import read_json, write_json_atomic
+from llama_jax.trackers import check_trackers, open_trackers
+
+Stop = Callable[[], Error | None]
+
+
+@dataclasses.dataclass
+class Progressed:
+    """How far a run is. position in sequences; evaluated: all evaluations due at this update are done and logged."""
+
+    update: int = 0
+    position: int = 0
+    evaluated: bool = True
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] | None = None  # evaluations and throughput after the last update
+    wall_s: float = 0.0
+
+
+class _Stopped(Exception):
+    """A signal arrived in the middle of an evaluation."""
+
+
+def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str, Any]:
+    """Trains a finalized config in a run folder, from the start or from where the folder stands; returns result.json.
+
+    `stop` is asked at every update boundary and evaluation batch; the error it returns is raised once the state is
+    saved. Raises the errors of llama_jax.errors.
+    """
+    check_trackers(config.log.tensorboard, config.log.wandb)
+    source = data.open_source(config)
+    built = build(config)
+    folder = run_folder.open_run(workdir, configs.to_dict(config), built.resolved, {"tokens": source.fingerprint})
+    try:
+        if folder.finished:
+            return _finished(folder, config)
+        with jax.disable_jit(not config.runtime.jit):
+            return _Loop(built, source, folder, stop).run()
+    except jax.errors.JaxRuntimeError as error:
+        text = " ".join(str(error).split())
+        if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
+            text += f"; lower training.microbatch (now {config.training.microbatch}) or set model.remat"
+        raise DeviceError(text[:600]) from error
+    finally:
+        folder.close()
+
+
+class _Update(NamedTuple):
+    """One update: its place in the stream in sequences, and its batch on the device or its metrics."""
+
+    position: int
+    size: int
+    batch: steps.Batch
+
+
+class _Loop:
+    """One process's part of a run."""
+
+    def __init__(self, built: Built, source: data.Source, folder: run_folder.RunFolder, stop: Stop):
+        self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
+        self.plan, self.context = built.plan, built.config.model.context
+        self.saved = checkpoint.Checkpoints(
+            folder.checkpoints,
+            {"arena": {"padded": built.layout.padded, "slots": built.layout.describe()}, "loader": data.LOADER_VERSION},
+        )
+        self.at, self.state, self.loader = self._restore()
+        config = built.config
+        kind, devices = jax.devices()[0].device_kind, built.mesh.size
+        peak = flops.peak_flops(kind)
+        self.meter = metrics.Meter(
+            built.plan.total_targets,
+            self.at.position * self.context,
+            self.at.wall_s,
+            flops.flops_per_target(config.model),
+            peak * devices if peak else None,
+            config.log.every_updates,
+        )
+        self.log = metrics.MetricsLog(folder.metrics)
+        self.log.truncate(self.at.update, keep_eval=self.at.evaluated)
+        self.progress = metrics.Progress(built.plan.total_updates, config.log.every_updates)
+        self.trackers = open_trackers(
+            folder.path, config.log.tensorboard, config.log.wandb, config.name, configs.to_dict(config), self.at.update
+        )
+        self.last_save = time.monotonic()
+        self.unread: tuple[int, _Update, float, steps.Metrics] | None = None
+
+    def run(self) -> dict[str, Any]:
+        fault_point("start")
+        texts = describe.before(self.built, self.source)
+        if self.at.update:
+            texts.append(f"continues after update {self.at.update:,}")
+        texts += [f"changed since the last start: {change}" for change in self.folder.changes]
+        for text in texts:
+            self.progress.note(text)
+        try:
+            if not self.at.evaluated:  # the last process was stopped in the middle of an evaluation
+                self._evaluate_epoch()
+            self._train()
+            return self._end()
+        except _Stopped:
+            return self._save_and_stop()
+        finally:
+            self.loader.close()
+            self.progress.close()
+            for tracker in self.trackers:
+                tracker.close()
+
+    def _train(self) -> None:
+        update = self._next_update()
+        while update is not None:
+            end = update.position + update.size
+            lr = optimizer.learning_rate(self.config, self._targets(end))
+            lr_N = np.full(self.config.decentralized.workers, lr, np.float32)
+            self.state, measured = self.built.step(self.state, update.batch, lr_N)
+            self.at.update, self.at.position = self.at.update + 1, end
+            self.at.evaluated = not self.plan.is_boundary(end)
+            self._read()  # the update before this one, so that the device never waits for the host
+            self.unread = (self.at.update, update, lr, measured)
+            update = self._next_update()
+            if not self.at.evaluated:
+                self._evaluate_epoch()
+            elif self.stop():
+                self._save_and_stop()
+            elif self._recovery_due():
+                self._save("recovery")
+
+    def _next_update(self) -> _Update | None:
+        position = self.at.position
+        if position >= self.plan.total_sequences:
+            return None
+        size, passes = self.plan.update_size(position), self.loader.passes
+        rows = self.loader.next(size)
+        if self.loader.passes > passes:
+            self.progress.note(f"pass {self.loader.passes} over the data begins, with new permutations")
+        return _Update(position, size, self.built.place(rows))
+
+    def _read(self) -> None:
+        """Logs the dispatched update that has not been read yet, if any; waits until it is computed."""
+        if self.unread is None:
+            return
+        (number, update, lr, measured), self.unread = self.unread, None
+        found = jax.tree.map(np.asarray, measured)
+        self.meter.step(self._targets(update.size))
+        line = {
+            "kind": "train",
+            "update": number,
+            "epoch": self.plan.epoch(update.position) + 1,
+            "targets": self._targets(update.position + update.size),
+            "loss": float(found.loss_sum.astype(np.float64).sum() / found.targets.sum()),
+            "lr": lr,
+            "grad_norm": _scalar(found.grad_norm),
+            "clip": _scalar(found.clip),
+            **self.meter.rates(),
+        }
+        self._write(line)
+        self.progress.show(line)
+        if number % self.config.log.every_updates == 0:
+            self.log.flush()
+        if not found.ok:
+            self.log.flush(sync=True)
+            self.saved.finish()
+            raise NonFiniteError(self._blame(number, update, found))
+
+    def _blame(self, number: int, update: _Update, found: steps.Metrics) -> str:
+        finite_N = np.isfinite(found.loss_sum) & np.isfinite(found.grad_norm)
+        worker, end = int(np.argmin(finite_N)), update.position + update.size
+        mine = range(update.position + worker, end, finite_N.size)
+        sequences = [str(self.loader.locate(position)[2]) for position in mine[:8]]
+        return (
+            f"update {number}: loss or gradient of worker {worker} is not finite and was not applied; it saw sequences "
+            f"{', '.join(sequences)}{', ...' if len(mine) > 8 else ''} (positions {update.position} to {end - 1} of "
+            "the stream); lower optimizer.lr, or look at them"
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        written = self.log.append(line)
+        for tracker in self.trackers:
+            tracker.write(written)
+
+    def _evaluate_epoch(self) -> None:
+        """What is due at the end of a virtual epoch: subset, at the very end the whole split, interval checkpoint."""
+        evaluation, last = self.config.evaluation, self.at.position == self.plan.total_sequences
+        with self.meter.pause():
+            self._read()
+            subset = validations.subset_indices(
+                self.source.validation_sequences, evaluation.subset_sequences, evaluation.subset_seed
+            )
+            line = self._evaluate("subset", subset)
+            final = {"subset": line}
+            lines = [line]
+            if last and evaluation.full_at_end:
+                final["validation"] = self._evaluate("validation", np.arange(self.source.validation_sequences))
+                lines.append(final["validation"])
+            for line in lines:  # only when all are there, so that a stop in between repeats them all
+                self._write(line)
+                bits = line["bits_per_byte"]
+                self.progress.note(
+                    f"update {line['update']:,}: {line['split']} loss {line['loss']:.4f} nats"
+                    + ("" if bits is None else f", {bits:.4f} bits per byte")
+                )
+            self.log.flush()
+            self.at.evaluated = True
+            if last:
+                self.at.final = {**final, **self.meter.rates()}
+            kept = self._interval_due() or (last and self.config.training.checkpoint_policy != "none")
+            if self.at.best is None or final["subset"]["loss"] < self.at.best["loss"]:
+                self.at.best = {
+                    **{key: final["subset"][key] for key in ("update", "targets", "loss", "bits_per_byte")},
+                    "checkpoint": f"checkpoints/{self.at.update}" if kept else None,
+                }
+                write_json_atomic(self.folder.best, self.at.best)
+            if self._interval_due() and not last:
+                self._save("interval")
+                self._export(f"update-{self.at.update}")
+            elif not last and self._recovery_due():
+                self._save("recovery")
+        if self.stop() and not last:
+            self._save_and_stop()
+
+    def _evaluate(self, split: str, indices: np.ndarray) -> dict[str, Any]:
+        start = time.monotonic()
+
+        def rows() -> Iterator[np.ndarray]:
+            size = self.config.evaluation.batch_sequences
+            for part in validations.batches(self.source.validation_rows, indices, size):
+                fault_point("eval")
+                if self.stop():
+                    raise _Stopped
+                yield part
+
+        found = self.built.evaluate(validations.mean_row(self.state.params_NP), rows())
+        return {
+            "kind": "eval",
+            "update": self.at.update,
+            "epoch": self.plan.epoch(self.at.position - 1) + 1,
+            "targets": self._targets(self.at.position),
+            "split": split,
+            "loss": found.mean,
+            "bits_per_byte": found.bits_per_byte(self.source.bytes_per_token),
+            "eval_targets": found.targets,
+            "eval_s": time.monotonic() - start,
+        }
+
+    def _end(self) -> dict[str, Any]:
+        """Final save, export and result, in this order; each can be repeated after a crash."""
+        config, policy = self.config, self.config.training.checkpoint_policy
+        final = self.at.final
+        assert final is not None  # the last update ends a virtual epoch
+        if policy != "none":
+            with self.meter.pause():
+                self._save("final", wait=True)
+                self._export("final")
+        self.saved.finish()
+        self.log.close()
+        full = final.get("validation")
+        result = {
+            "unique_params": config.derived.unique_params,
+            "non_embedding_params": config.derived.non_embedding_params,
+            "targets": self._targets(self.at.position),
+            "updates": self.at.update,
+            "validation_loss": full and full["loss"],
+            "bits_per_byte": full and full["bits_per_byte"],
+            "subset_loss": final["subset"]["loss"],
+            "entropy": self.source.entropy,
+            "best": self.at.best,
+            "passes": self.loader.passes,
+            "targets_per_s": final["targets_per_s"],
+            "mfu": final["mfu"],
+            "peak_memory_bytes": _peak_memory(),
+            "wall_s": self.meter.wall_s,
+            "device": jax.devices()[0].device_kind,
+            "devices": self.built.mesh.size,
+            "jax": jax.__version__,
+        }
+        write_json_atomic(self.folder.result, result)
+        for text in describe.after(self.folder.path, result):
+            self.progress.note(text)
+        return result
+
+    def _restore(self) -> tuple[Progressed, steps.State, data.Loader]:
+        """Progress, state and loader of the newest good checkpoint, or of the start."""
+        built, N, seed = self.built, self.config.decentralized.workers, self.config.seed
+        loading = (self.config.data.prefetch_groups, self.config.runtime.host_threads)
+        place = steps.shardings(built.mesh, steps.STATE_SPEC)
+        shape = jax.ShapeDtypeStruct((N, built.layout.padded), np.float32, sharding=place.params_NP)
+        templates = {
+            "params": shape,
+            "mu": shape,
+            "nu": shape,
+            "count": jax.ShapeDtypeStruct((N,), np.int32, sharding=place.moments.count_N),
+        }
+        found = self.saved.restore_latest(templates)
+        if found is None:
+            return Progressed(), built.initial_state(), data.Loader(self.source, seed, 0, *loading)
+        arrays = found.arrays
+        moments = optimizer.Moments(arrays["mu"], arrays["nu"], arrays["count"])
+        state = steps.State(arrays["params"], moments, jax.device_put(np.asarray(True), place.ok))
+        loader = data.Loader.from_state(self.source, seed, found.meta["loader"], *loading)
+        return Progressed(**found.meta["progress"]), state, loader
+
+    def _recovery_due(self) -> bool:
+        training = self.config.training
+        return training.checkpoint_policy != "none" and (
+            time.monotonic() - self.last_save >= 60 * training.recovery_minutes
+        )
+
+    def _interval_due(self) -> bool:
+        training = self.config.training
+        epoch = self.plan.epoch(self.at.position - 1) + 1
+        return training.checkpoint_policy == "interval" and epoch % training.interval_epochs == 0
+
+    def _save(self, kind: str, wait: bool = False) -> None:
+        with self.meter.pause():
+            self._read()
+            if not self.log.flush(sync=True):
+                if wait:
+                    raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
+                return
+            self.at.wall_s = self.meter.wall_s
+            moments = self.state.moments
+            arrays = {
+                "params": self.state.params_NP,
+                "mu": moments.mu_NP,
+                "nu": moments.nu_NP,
+                "count": moments.count_N,
+            }
+            # The loader is one batch ahead; what counts is what the model has seen.
+            cursor = {**self.loader.state(), "position": self.at.position}
+            meta = {"progress": dataclasses.asdict(self.at), "loader": cursor}
+            self.saved.save(self.at.update, arrays, meta, kind, wait)
+            self.last_save = time.monotonic()
+
+    def _save_and_stop(self) -> Any:
+        error = self.stop()
+        assert error is not None
+        self._save("recovery", wait=True)
+        self.saved.finish()
+        self.log.close()
+        raise type(error)(f"{error} received: saved at update {self.at.update}, the same command continues")
+
+    def _export(self, name: str) -> None:
+        fault_point("export")
+        row_P = np.asarray(validations.mean_row(self.state.params_NP))
+        hf.export_run(self.folder.exports / name, self.config, self.built.layout, row_P, self.source)
+
+    def _targets(self, position: int) -> int:
+        return position * self.context
+
+
+def _finished(folder: run_folder.RunFolder, config: Any) -> dict[str, Any]:
+    """Verifies a finished run's final checkpoint and repeats its result; changes nothing."""
+    result = read_json(folder.result)
+    if config.training.checkpoint_policy != "none":
+        checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(result["updates"])
+    print(f"{folder.path} is finished and verified", flush=True)
+    for text in describe.after(folder.path, result):
+        print(text, flush=True)
+    return result
+
+
+def _scalar(values_N: np.ndarray) -> Any:
+    return float(values_N[0]) if values_N.size == 1 else [float(value) for value in values_N]
+
+
+def _peak_memory() -> int | None:
+    stats = jax.devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None
