@@ -1,4 +1,4 @@
-"""The operations of the decoder: fast forms, some with gradients of their own, and plain twins free of custom gradients.
+"""The operations of the decoder: fast forms, some with gradients of their own, and plain twins without.
 
 Letters: B sequences, T tokens, D width, I in, O out, H query heads, K key/value heads, d head size, V vocabulary.
 Matrices are [out, in] as in Hugging Face Llama. Statistics (norms, softmax, losses) are computed in at least float32;

@@ -1,6 +1,6 @@
 """The one training step: gradients of N workers, clip, AdamW, and the guard against non-finite updates.
 
-Letters: N workers, A microbatches of an update, B sequences of a microbatch, S = context + 1 tokens, P arena row length.
+Letters: N workers, A microbatches of an update, B sequences of a microbatch, S = context + 1, P arena row length.
 The whole step is one shard_map over a mesh (worker, data); every collective of an update stands in this file.
 """
 

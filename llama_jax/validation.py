@@ -44,7 +44,7 @@ def mean_row(params_NP: jax.Array) -> jax.Array:
 
 
 def subset_indices(sequences: int, size: int, seed: int) -> np.ndarray:
-    """`size` distinct sequence numbers below `sequences` (all of them if there are fewer), sorted, fixed by the seed."""
+    """`size` distinct numbers below `sequences` (all if there are fewer), sorted, a function of the seed alone."""
     if size >= sequences:
         return np.arange(sequences)
     keys = np.random.PCG64(np.random.SeedSequence([seed])).random_raw(sequences)
