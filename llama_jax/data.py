@@ -30,8 +30,12 @@ class Source(Protocol):
     """What the loader and evaluation read: CacheSource and SyntheticSource.
 
     groups: (first sequence, number of sequences) of each group, equal but for the last, which may be smaller;
-    bytes_per_token: UTF-8 bytes per validation token, where known; entropy: nats per target, where known.
+    bytes_per_token: UTF-8 bytes per validation token, where known; entropy: nats per target, where known;
+    manifest: of the token cache, where there is one.
     """
+
+    @property
+    def manifest(self) -> shards.Manifest | None: ...
 
     context: int
     vocab_size: int

@@ -65,6 +65,7 @@ class SyntheticSource:
         self.validation_sequences = validation_sequences
         self.dtype = np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
         self.bytes_per_token: float | None = None
+        self.manifest: None = None
         counts = successor_counts(branching)
         self.entropy: float | None = -math.fsum(c / _DRAWS * math.log(c / _DRAWS) for c in counts)
         recipe = [LANGUAGE_VERSION, vocab_size, context, seed, branching, group_sequences, validation_sequences, groups]

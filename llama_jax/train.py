@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax import checkpoint, data, describe, flops, hf, metrics, optimizer, run_folder
+from llama_jax import arena, checkpoint, data, describe, flops, hf, metrics, optimizer, run_folder
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -360,8 +360,16 @@ class _Loop:
 
     def _export(self, name: str) -> None:
         fault_point("export")
-        row_P = np.asarray(validations.mean_row(self.state.params_NP))
-        hf.export_run(self.folder.exports / name, self.config, self.built.layout, row_P, self.source)
+        params = arena.from_row(np.asarray(validations.mean_row(self.state.params_NP)), self.built.layout)
+        origin = {"run": self.config.name, "update": self.at.update, "targets": self._targets(self.at.position)}
+        manifest = self.source.manifest
+        if manifest is None:
+            hf.export_model(self.folder.exports / name, params, self.config.model, origin=origin)
+        else:
+            tokenizer = manifest.tokenizer
+            file = tokenizer["file"] and manifest.directory / tokenizer["file"]
+            ids = (tokenizer["bos_id"], tokenizer["eos_id"])
+            hf.export_model(self.folder.exports / name, params, self.config.model, file, *ids, origin=origin)
 
     def _targets(self, position: int) -> int:
         return position * self.context
