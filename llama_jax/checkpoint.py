@@ -148,13 +148,12 @@ class Checkpoints:
                 self._retire("final")
             return restored
         reasons = [reason for path, reason in damaged if any(path.iterdir())]
-        if reasons or (self.directory / "saved.json").exists() or integrity.entries_of(self.directory / "damaged"):
-            found = "; ".join(reasons) or "the saved steps are gone"
-            raise CheckpointError(
-                f"no usable checkpoint in {self.directory} although there had been some: {found}."
-                " Put a good copy back, or start again in a new --workdir"
-            )
-        return None
+        if not reasons and not (self.directory / "saved.json").exists():
+            return None
+        raise CheckpointError(
+            f"no usable checkpoint in {self.directory} although there had been some:"
+            f" {'; '.join(reasons) or 'they are gone'}. Put a good copy back, or start again in a new --workdir"
+        )
 
     def read(
         self,
@@ -170,8 +169,10 @@ class Checkpoints:
         entries = {entry.update: entry for entry in self.entries()}
         update = max(entries, default=None) if update is None else update
         if update not in entries:
-            have = ", ".join(map(str, entries)) or "none"
-            raise CheckpointError(f"{self.directory}: no checkpoint of update {update}, there are: {have}")
+            raise CheckpointError(f"{self.directory}: no checkpoint of update {update}, there are: {list(entries)}")
+        for newer in integrity.steps(self.directory):
+            if newer > max(entries) and not integrity.marker(self._step(newer)).exists():
+                _warn(f"{self._step(newer)} has no sound {integrity.MANIFEST}; reading update {update}")
         stored = entries[update].arrays
         missing = set(names or ()) - set(stored)
         if missing:
@@ -193,8 +194,6 @@ class Checkpoints:
         self._join()
         if self._lost:
             raise CheckpointError("; ".join(self._lost) + ": free space on the disk, then run the same command again")
-
-    # Saving
 
     def _start(self, manifest: dict, checksums: Mapping, arrays: Mapping[str, jax.Array]) -> None:
         update, step = manifest["update"], self._step(manifest["update"])
@@ -223,8 +222,7 @@ class Checkpoints:
 
     def _complete(self, manager: ocp.CheckpointManager, manifest: dict, checksums: Mapping, flight: _Flight) -> None:
         """In the background: from Orbax's commit to the verified manifest and the retirement of older steps."""
-        update = manifest["update"]
-        step = self._step(update)
+        update, step = flight.update, self._step(flight.update)
         try:
             manager.close()  # waits for the commit, raises its errors
             fault_point("after_orbax_commit")
@@ -251,8 +249,7 @@ class Checkpoints:
 
     def _renew(self, manifest: dict, checksums: Mapping) -> bool:
         """Gives an already saved update its new kind and meta; False when it turns out damaged (then set aside)."""
-        update = manifest["update"]
-        step = self._step(update)
+        step = self._step(manifest["update"])
         try:
             stored = integrity.read_manifest(step)
             integrity.verify_files(step, stored)
@@ -279,12 +276,10 @@ class Checkpoints:
     def _join(self, wait: bool = False) -> None:
         """Waits for the save in flight; its failure raises with `wait`, else is reported and remembered."""
         flight, self._flight = self._flight, None
-        if flight is not None and flight.thread is not None:
+        if flight and flight.thread:
             flight.thread.join()
-            if flight.error is not None:
+            if flight.error:
                 self._failed(flight.update, flight.kind, flight.error, wait)
-
-    # Restoring
 
     def _load(self, update: int, templates: Mapping[str, jax.ShapeDtypeStruct], exact: bool) -> Restored:
         """Damaged when the step's own files are wrong; CheckpointError when the step does not belong here."""
@@ -304,8 +299,6 @@ class Checkpoints:
             if integrity.checksum_text(integrity.checksum_on_device(x)) != manifest["arrays"][name]["checksum"]:
                 raise CheckpointError(f"{step}: {name} was restored different from what was saved")
         return Restored(update, arrays, manifest["meta"], manifest["kind"])
-
-    # The directory
 
     def _step(self, update: int) -> Path:
         return self.directory / str(update)
@@ -347,8 +340,7 @@ def _read(directory: Path, update: int, templates: Mapping[str, Any]) -> dict[st
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _warn(text: str) -> None:
