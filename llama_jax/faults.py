@@ -32,8 +32,8 @@ def fault_point(name: str) -> bool:
     with _lock:
         count = _passages[specification, name] = _passages.get((specification, name), 0) + 1
     result = False
-    for fault in specification.split(","):
-        action, point, nth = _parse(fault.strip())
+    for fault in map(str.strip, specification.split(",")):
+        action, point, nth = _parse(fault)
         if (point, nth) != (name, count):
             continue
         _record(fault)

@@ -79,7 +79,7 @@ def sync_directory(path: PathLike) -> None:
 
 def remove_tree(path: Path, last: str = "") -> None:
     """Removes a directory, the entry called `last` after all others; links are removed, never followed."""
-    for child in sorted(path.iterdir(), key=lambda child: child.name == last):
+    for child in sorted(path.iterdir(), key=lambda child: (child.name == last, child.name)):
         if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child)
         else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.errors import ConfigError
+from llama_jax.files import write_atomic
 
 
 class Tracker(NamedTuple):
@@ -73,7 +74,7 @@ def _tensorboard(module: Any, directory: Path, update: int) -> Tracker:
 def _wandb(module: Any, directory: Path, name: str, config: Mapping[str, Any]) -> Tracker:
     identity = directory / "wandb_id.txt"  # a restarted run continues the same curves
     if not identity.exists():
-        identity.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        write_atomic(identity, uuid.uuid4().hex[:12].encode() + b"\n")
     try:
         run = module.init(
             project="llama_jax",
