@@ -53,11 +53,12 @@ suitable() { "$1" -c "import sys; sys.exit(sys.version_info < (3, $minor))" >/de
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
-    suitable "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.$minor or newer, which --$device needs"
+    suitable "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.$minor or newer that runs, which --$device needs"
     printf '%s\n' "$PYTHON"
     return
   fi
-  for candidate in python3 python3.12 python3.11 python3.13 python3.14 python; do
+  for candidate in python3 python3.12 python3.11 python3.13 python3.14 python \
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[1-9]*/bin/python; do
     if suitable "$candidate"; then
       printf '%s\n' "$candidate"
       return

@@ -24,7 +24,9 @@ LAYERS = [
     ["loss", "optimizer", "runtime"],
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
-    ["train", "describe"],
+    ["build"],
+    ["describe"],
+    ["train"],
     ["main", "evaluate"],
 ]
 COMMANDS = {("generate", "main")}

@@ -87,7 +87,7 @@ def test_setup_refuses_what_cannot_work(tmp_path):
     old.chmod(0o755)
     result = run("bash", "scripts/setup.sh", "--cuda13", PYTHON=old, VENV=tmp_path / "v")
     assert result.returncode == 2
-    assert "is not Python 3.12 or newer, which --cuda13 needs" in result.stderr
+    assert "is no Python 3.12 or newer that runs, which --cuda13 needs" in result.stderr
     assert not (tmp_path / "v").exists()
 
 
