@@ -5,6 +5,7 @@ A sequence is `context` prediction targets. Nothing here rounds: the only divisi
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -88,13 +89,12 @@ def make_plan(
     epoch_ratio = exact(epoch_targets_per_parameter)
 
     def boundaries() -> Iterator[int]:
-        k, last = 0, 0
+        last = 0
         while True:
-            k += 1
-            end = sequences_for(k * epoch_ratio, params, context, multiple)
-            if end > last:  # an epoch shorter than one sequence has no end of its own
-                yield end
-                last = end
+            # The first k that ends past the last one: an epoch shorter than `multiple` sequences has no end of its own.
+            k = math.ceil((last + multiple) * context / (epoch_ratio * params))
+            last = sequences_for(k * epoch_ratio, params, context, multiple)
+            yield last
 
     if total_updates is not None:
         ends, position, left = [], 0, total_updates
