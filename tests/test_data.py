@@ -404,6 +404,8 @@ def test_damaged_validation_shard_is_found(tmp_path):
     source = data.CacheSource(shards.read_manifest(cache), T, 2)
     flip(cache / "validation-00001.bin")
     source.validation_rows([0, 1, 2])
+    flip(cache / "validation-00000.bin")
+    source.validation_rows([0, 1, 2])  # each shard is hashed once, not at every evaluation
     for indices in ([4], [0, 7], [4]):
         with pytest.raises(DataError, match=r"validation-00001\.bin: sha256"):
             source.validation_rows(indices)
@@ -483,6 +485,24 @@ def test_close_leaves_no_thread(tmp_path):
     wait_for(lambda: set(threading.enumerate()) <= before)
     with pytest.raises(ValueError, match="closed"):
         loaders[1].next(1)
+
+
+def test_close_waits_for_the_load_in_progress(tmp_path):
+    started, ended = threading.Event(), threading.Event()
+
+    class Slow(data.CacheSource):
+        def load_group(self, group, threads=1):
+            started.set()
+            tokens = super().load_group(group, threads)
+            time.sleep(0.3)
+            ended.set()
+            return tokens
+
+    cache = write_cache(tmp_path, np.arange(LENGTHS[0]), shard_tokens=SHARD)
+    loader = data.Loader(Slow(shards.read_manifest(cache), T, 2), 42)
+    assert started.wait(30)
+    loader.close()
+    assert ended.is_set()
 
 
 def test_grain_counts_sequences_too(tmp_path):

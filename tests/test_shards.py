@@ -297,7 +297,11 @@ def test_id_outside_the_vocabulary_is_found(tmp_path):
 def test_shard_that_changed_after_opening(cache):
     manifest = shards.read_manifest(cache)
     shard = cache / "train-00001.bin"
-    shard.write_bytes(shard.read_bytes()[:40])
+    good = shard.read_bytes()
+    shard.write_bytes(good + b"\0\0")
+    with pytest.raises(DataError, match="66 bytes instead of 64"):
+        shards.load_shard(manifest, "train", 1)
+    shard.write_bytes(good[:40])
     for call in (
         lambda: shards.load_shard(manifest, "train", 1),
         lambda: shards.read_tokens(manifest, "train", 32, 32),
