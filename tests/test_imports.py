@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors"],
     ["fields", "budget", "flops", "files", "faults"],
-    ["config", "shards", "synthetic", "integrity"],
+    ["config", "shards", "synthetic", "integrity", "tokenizer"],
+    ["hf_config"],
     ["kernels"],
     ["ops"],
     ["model", "arena", "topology", "data"],

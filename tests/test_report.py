@@ -27,11 +27,11 @@ def write_run(directory, updates=200, finished=True, lr=0.0056, workers=1, tail=
     """A run folder as training writes it; its loss is 3 + 7 exp(-update / 40)."""
     directory.mkdir()
     cfg = configs.default()
-    configs.setfind(cfg, "name", directory.name)
-    configs.setfind(cfg, "training.targets_per_parameter", None)
-    configs.setfind(cfg, "training.total_updates", 200)
-    configs.setfind(cfg, "lr_schedule.warmup_steps", 20)
-    configs.setfind(cfg, "optimizer.lr", lr)
+    cfg.name = directory.name
+    cfg.training.targets_per_parameter = None
+    cfg.training.total_updates = 200
+    cfg.lr_schedule.warmup_steps = 20
+    cfg.optimizer.lr = lr
     stored = {"config": configs.to_dict(configs.finalize(cfg)), "resolved": {"attention": "xla"}, "data": {}}
     (directory / "config.json").write_text(json.dumps(stored))
     start = environment or {"versions": {"jax": "0.99"}, "device": {"kind": "TFRT", "count": 4}}

@@ -175,7 +175,7 @@ def write_cache(directory, ids, vocab_size):
     (directory / "tokenizer.json").write_text("{}")
     dtype = shards.dtype_for(vocab_size)
     splits = {}
-    for split, part in (("train", ids), ("validation", ids[:4])):
+    for split, part in (("train", ids), ("validation", ids[8:12])):
         writer = shards.ShardWriter(directory, split, dtype, 8)
         writer.append(part)
         splits[split] = {"tokens": len(part), "documents": 1, "utf8_bytes": 9, "shards": writer.finish()}
@@ -195,6 +195,9 @@ def test_unigram_entropy(tmp_path):
         unigram.compare(tmp_path / "run", tmp_path / "cache")
     (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": 0.5}))
     said = unigram.compare(tmp_path / "run", tmp_path / "cache")
-    assert "validation loss   0.5000 nats" in said
-    assert f"unigram entropy   {1.5 * math.log(2):.4f} nats" in said
-    assert f"learned           {1.5 * math.log(2) - 0.5:.4f} nats" in said
+    # Validation is 1 1 2 2; the counts of train + 1 are 1, 11, 6, 6, 1 of 25.
+    cross_entropy = -(math.log(11 / 25) + math.log(6 / 25)) / 2
+    for name, value in (("entropy", math.log(2)), ("cross-entropy", cross_entropy)):
+        assert re.search(rf"^unigram {name} +{value:.4f} ", said, re.MULTILINE), said
+    assert re.search(r"^validation loss +0\.5000 ", said)
+    assert f"Learned from context: {cross_entropy - 0.5:.4f} nats" in said
