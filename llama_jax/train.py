@@ -3,6 +3,7 @@
 Letters: N workers, P arena row length.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,10 @@ class _Loop:
             return self._end()
         except _Stopped:
             return self._save_and_stop()
+        except BaseException:
+            with contextlib.suppress(CheckpointError):
+                self.saved.finish()  # a save under way is completed before the folder is unlocked
+            raise
         finally:
             self.loader.close()
             self.progress.close()
