@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, describe, flops, hf, metrics, optimizer, run_folder
+from llama_jax import arena, checkpoint, data, describe, flops, hf, integrity, metrics, optimizer, run_folder
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -54,7 +54,7 @@ def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str
     folder = run_folder.open_run(workdir, configs.to_dict(config), built.resolved, {"tokens": source.fingerprint})
     try:
         if folder.finished:
-            return _finished(folder, config)
+            return _finished(folder)
         with jax.disable_jit(not config.runtime.jit):
             return _Loop(built, source, folder, stop).run()
     except jax.errors.JaxRuntimeError as error:
@@ -298,6 +298,10 @@ class _Loop:
             "jax": jax.__version__,
         }
         write_json_atomic(self.folder.result, result)
+        if policy == "none":  # a stop saves under every policy; only now is its checkpoint useless
+            for entry in self.saved.entries():
+                if entry.kind == "recovery":
+                    integrity.retire(self.folder.checkpoints / str(entry.update))
         for text in describe.after(self.folder.path, result):
             self.progress.note(text)
         return result
@@ -380,12 +384,14 @@ class _Loop:
         return position * self.context
 
 
-def _finished(folder: run_folder.RunFolder, config: Any) -> dict[str, Any]:
-    """Verifies a finished run's final checkpoint and repeats its result; changes nothing."""
-    result = read_json(folder.result)
-    if config.training.checkpoint_policy != "none":
+def _finished(folder: run_folder.RunFolder) -> dict[str, Any]:
+    """Verifies a finished run's final checkpoint, if its policy kept one, and repeats its result; changes nothing."""
+    result, text = read_json(folder.result), "finished"
+    # The policy that the run ended with, whatever this command's is.
+    if run_folder.read_run(folder.path)["config"]["training"]["checkpoint_policy"] != "none":
         checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(result["updates"])
-    print(f"{folder.path} is finished and verified", flush=True)
+        text = "finished and verified"
+    print(f"{folder.path} is {text}", flush=True)
     for text in describe.after(folder.path, result):
         print(text, flush=True)
     return result
