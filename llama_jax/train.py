@@ -62,6 +62,9 @@ def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str
         if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
             text += f"; lower training.microbatch (now {config.training.microbatch}) or set model.remat"
         raise DeviceError(text[:600]) from error
+    except OSError as error:
+        reason = f"{error.filename or folder.path}: {error.strerror or error}"
+        raise CheckpointError(f"{reason}; free space or fix its rights, then run the same command again") from error
     finally:
         folder.close()
 
@@ -205,8 +208,8 @@ class _Loop:
     def _evaluate_epoch(self) -> None:
         """What is due at the end of a virtual epoch: subset, at the very end the whole split, interval checkpoint."""
         evaluation, last = self.config.evaluation, self.at.position == self.plan.total_sequences
+        self._read()  # before the pause, or the time of this update would not count
         with self.meter.pause():
-            self._read()
             subset = validations.subset_indices(
                 self.source.validation_sequences, evaluation.subset_sequences, evaluation.subset_seed
             )
@@ -339,8 +342,8 @@ class _Loop:
         return training.checkpoint_policy == "interval" and epoch % training.interval_epochs == 0
 
     def _save(self, kind: str, wait: bool = False) -> None:
+        self._read()
         with self.meter.pause():
-            self._read()
             if not self.log.flush(sync=True):
                 if wait:
                     raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
