@@ -1,0 +1,306 @@
+"""Hugging Face Llama folders: export of a model and import of what transformers saved. Reads safetensors only.
+
+An export holds model.safetensors, config.json, generation_config.json, the tokenizer's file with
+tokenizer_config.json where there is a tokenizer, and llama_jax_export.json, which says that the folder is ours.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from llama_jax import flops, ops, tokenizer
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.faults import fault_point
+from llama_jax.files import (
+    TMP_SUFFIX,
+    PathLike,
+    read_json,
+    remove_tree,
+    sha256_of_file,
+    sync_directory,
+    write_atomic,
+    write_json_atomic,
+)
+from llama_jax.hf_config import from_hf_config, model_section, to_hf_config
+
+FORMAT_VERSION = 1
+MARKER = "llama_jax_export.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
+_OURS = {WEIGHTS, MARKER, "config.json", "generation_config.json", "tokenizer_config.json", *tokenizer.FILES}
+_OLD_SUFFIX = ".old"
+_STORED = ("F32", "BF16", "F16")  # dtypes that float32 holds exactly
+
+
+# Export.
+
+
+def export_model(
+    directory: PathLike,
+    params: Mapping[str, np.ndarray],
+    model: Any,
+    tokenizer_file: PathLike | None = None,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+    dtype: str = "float32",
+    origin: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes `params` {name: float32 array} of the config section `model` as a Hugging Face Llama folder.
+
+    One row of an arena becomes `params` through `arena.from_row`. float32 is stored bit for bit, "bfloat16" rounds; a
+    tied head isn't stored. `origin` (JSON) says in the marker where the weights come from. The folder is built as
+    `directory`.tmp, synced and renamed, so that `directory` is always a whole export, the old or the new one. A killed
+    replacement may leave the old one as `directory`.old, which the next export removes or puts back.
+
+    Raises ValueError for parameters that aren't exactly the model's; ConfigError for a tokenizer or an id that doesn't
+    fit; CheckpointError when the target is not an export of ours, a number is not finite or the disk is full.
+    """
+    target = Path(os.path.abspath(directory))
+    shapes = flops.parameter_shapes(model)
+    if params.keys() != shapes.keys():
+        raise ValueError(f"parameter names differ: {', '.join(sorted(params.keys() ^ shapes.keys())[:4])}")
+    for name, shape in shapes.items():
+        if params[name].shape != shape or params[name].dtype != np.float32:
+            raise ValueError(f"{name} is {params[name].dtype}{list(params[name].shape)}, not float32{list(shape)}")
+        if not np.isfinite(params[name]).all():
+            raise CheckpointError(f"export to {target}: {name} has numbers that are not finite")
+    if dtype not in DTYPES:
+        raise ConfigError(f"export: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    for key, token in (("bos_id", bos_id), ("eos_id", eos_id)):
+        if token is not None and not 0 <= token < model.vocab_size:
+            raise ConfigError(f"export: {key} = {token} is outside the vocabulary of {model.vocab_size}")
+    copies = tokenizer.export_files(tokenizer_file, bos_id, eos_id, model.context)
+    tensors = {name: np.ascontiguousarray(params[name], DTYPES[dtype]) for name in shapes}
+    temporary = target.with_name(target.name + TMP_SUFFIX)
+    _clear(target)
+    try:
+        temporary.mkdir(parents=True)
+        marker = {"program": "llama_jax", "format_version": FORMAT_VERSION, "origin": dict(origin or {})}
+        write_json_atomic(temporary / MARKER, marker)
+        _write_weights(temporary, tensors)
+        write_json_atomic(temporary / MARKER, {**marker, "weights_sha256": sha256_of_file(temporary / WEIGHTS)})
+        for name, data in copies.items():
+            write_atomic(temporary / name, data)
+        write_json_atomic(temporary / "generation_config.json", {"bos_token_id": bos_id, "eos_token_id": eos_id})
+        # The last file, because nothing loads a folder without it.
+        write_json_atomic(temporary / "config.json", to_hf_config(model, bos_id, eos_id, dtype))
+        fault_point("export_before_rename")
+        _publish(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            _remove(temporary)
+        raise CheckpointError(f"export to {target}: {error.strerror or error}") from error
+    return target
+
+
+def _write_weights(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    fault_point("export_weights")
+    try:
+        safetensors.numpy.save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # it speaks of every failed write
+        raise OSError(errno.EIO, str(error).replace("\n", " ")) from error
+    # The library makes the file private, whatever the umask.
+    os.chmod(directory / WEIGHTS, (directory / MARKER).stat().st_mode)
+    with open(directory / WEIGHTS, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _clear(target: Path) -> None:
+    """Removes what a killed export left beside `target`; CheckpointError when something foreign stands in the way."""
+    temporary, old = (target.with_name(target.name + suffix) for suffix in (TMP_SUFFIX, _OLD_SUFFIX))
+    for path in (target, temporary, old):
+        _refuse_foreign(path)
+    try:
+        if old.is_dir() and not target.exists():  # killed between the two renames
+            old.rename(target)
+        _remove(old)
+        _remove(temporary)
+    except OSError as error:
+        raise CheckpointError(f"export to {target}: {error.strerror or error}") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    """CheckpointError unless `path` is missing, an empty directory, or a directory of nothing but an export of ours."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointError(f"export: {path} exists and is not a directory; choose another name")
+    names = {child.name for child in path.iterdir()}
+    foreign = sorted(name for name in names if name.removesuffix(TMP_SUFFIX) not in _OURS)
+    if foreign:
+        raise CheckpointError(f"export: {path} holds {foreign[0]}, which is not of an export; choose another directory")
+    if names - {MARKER + TMP_SUFFIX} and MARKER not in names:
+        raise CheckpointError(f"export: {path} is no export of llama_jax (no {MARKER}); choose another directory")
+
+
+def _remove(directory: Path) -> None:
+    if directory.is_dir():
+        remove_tree(directory, last=MARKER)  # so that a removal that is killed can be taken up again
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    sync_directory(temporary)
+    old = target.with_name(target.name + _OLD_SUFFIX)
+    replaces = target.exists()
+    if replaces:
+        target.rename(old)
+    try:
+        fault_point("export_between_renames")
+        temporary.rename(target)
+    except OSError:
+        if replaces:
+            old.rename(target)
+        raise
+    sync_directory(target.parent)
+    _remove(old)
+
+
+# Import.
+
+
+def find_folder(path: PathLike) -> Path:
+    """The Hugging Face folder that `path` names: `path`/export of a run, or itself. ConfigError when there is none."""
+    path = Path(path)
+    for folder in (path / "export", path):
+        if (folder / "config.json").is_file() and "model_type" in read_config(folder):
+            return folder
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory")
+    exports = sorted(found.parent for found in path.glob("exports/*/config.json"))
+    hint = f"; name one of its exports, such as {exports[-1]}" if exports else ""
+    raise ConfigError(f"{path} is neither a Hugging Face folder nor a run with an export{hint}")
+
+
+def read_config(directory: PathLike) -> dict[str, Any]:
+    """The content of config.json; CheckpointError when it isn't a readable JSON object."""
+    path = Path(directory) / "config.json"
+    try:
+        content = read_json(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def load_folder(directory: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(fields of the `model` config section, {name: float32 array}) of a Hugging Face Llama folder.
+
+    The weights are one model.safetensors, or shards with an index. bfloat16 and float16 tensors are widened to float32,
+    which is exact; nothing else is cast. Every tensor must be there, finite, with its shape, and no other, except a
+    stored copy of a tied head and rotary tables, both of which must agree with the rest.
+
+    Raises ConfigError for a model that can't be represented, CheckpointError for damaged or unsafe files.
+    """
+    directory = Path(directory)
+    section = from_hf_config(read_config(directory), directory / "config.json")
+    model = model_section(section)
+    shapes = flops.parameter_shapes(model)
+    frequencies = ops.rope_frequencies(model)
+    accepted = dict(shapes)
+    if model.tied:
+        accepted["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    rotary = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies.shape for i in range(model.layers)}
+    params: dict[str, np.ndarray] = {}
+    for name, tensor in _read_weights(directory, accepted | rotary):
+        if name in params:
+            raise CheckpointError(f"{directory}: {name} is stored twice")
+        params[name] = tensor
+    missing = [name for name in shapes if name not in params]
+    if missing:
+        raise CheckpointError(f"{directory}: missing {len(missing)} of {len(shapes)} tensors, first {missing[0]}")
+    for name in params.keys() - shapes.keys():
+        if name in rotary:
+            agrees = np.allclose(params[name], frequencies, rtol=1e-2, atol=1e-6)  # float16 tables are coarse
+        else:
+            agrees = np.array_equal(params[name], params["model.embed_tokens.weight"])
+        if not agrees:
+            raise CheckpointError(f"{directory}: {name} contradicts config.json")
+    return section, {name: params[name] for name in shapes}
+
+
+def _read_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and float32 array of every stored tensor; names and shapes are checked before anything is read."""
+    for path, listed in _weight_files(directory).items():
+        try:
+            with safetensors.safe_open(path, framework="np") as file:
+                names = set(file.keys())
+                if listed and names != listed:
+                    raise CheckpointError(f"{path}: {min(names ^ listed)} is not where {INDEX} says")
+                for name in sorted(names):
+                    view = file.get_slice(name)
+                    shape, dtype = tuple(view.get_shape()), view.get_dtype()
+                    if name not in shapes:
+                        raise CheckpointError(f"{path}: unexpected tensor {name}")
+                    if shape != shapes[name] or dtype not in _STORED:
+                        raise CheckpointError(f"{path}: {name} is {dtype}{list(shape)}, not F32{list(shapes[name])}")
+                for name in sorted(names):
+                    tensor = file.get_tensor(name).astype(np.float32)
+                    if not np.isfinite(tensor).all():
+                        raise CheckpointError(f"{path}: {name} has numbers that are not finite")
+                    yield name, tensor
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def _weight_files(directory: Path) -> dict[Path, set[str]]:
+    """Files to read, each with the names that the index gives it (none where there is no index)."""
+    whole, index = directory / WEIGHTS, directory / INDEX
+    if whole.is_file() and index.is_file():
+        raise CheckpointError(f"{directory} holds both {WEIGHTS} and {INDEX}; remove the one that is out of date")
+    if whole.is_file():
+        _check_hash(directory)
+        return {_inside(directory, WEIGHTS): set()}
+    if not index.is_file():
+        pickled = sorted(path.name for path in directory.glob("*.bin"))
+        why = f"; {pickled[0]} is a pickle, which is never read: save the model as safetensors" if pickled else ""
+        raise CheckpointError(f"{directory} has no {WEIGHTS}{why}")
+    try:
+        weight_map = read_json(index)["weight_map"]
+        pairs = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is not the index of a sharded model") from None
+    files: dict[Path, set[str]] = {}
+    for name, file in pairs.items():
+        files.setdefault(_inside(directory, file), set()).add(name)
+    return files
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """The file of a plain name. A link may lead only to the blobs of the Hugging Face cache that the folder is in."""
+    path = directory / name
+    if name != path.name or "\\" in name or not name.endswith(".safetensors"):
+        raise CheckpointError(f"{directory / INDEX}: {name!r} is not the plain name of a .safetensors file")
+    if not path.is_file():
+        raise CheckpointError(f"{path}, which {INDEX} names, does not exist")
+    real, home = path.resolve().parent, directory.resolve()
+    if real != home and not (home.parent.name == "snapshots" and real == home.parent.parent / "blobs"):
+        raise CheckpointError(f"{path} is a link out of its folder")
+    return path
+
+
+def _check_hash(directory: Path) -> None:
+    """Our own exports carry a hash of the weights: a flipped bit is named instead of loaded."""
+    try:
+        expected = read_json(directory / MARKER)["weights_sha256"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{directory / MARKER} is damaged") from None
+    found = sha256_of_file(directory / WEIGHTS)
+    if found != expected:
+        raise CheckpointError(
+            f"{directory / WEIGHTS} has SHA-256 {found}, {MARKER} says {expected}; "
+            f"if it was replaced on purpose, delete {MARKER}"
+        )
