@@ -190,7 +190,10 @@ class Checkpoints:
         return [Entry(m["update"], m["kind"], m["meta"], m["arrays"]) for m in manifests if m]
 
     def finish(self) -> None:
-        """Waits for the save in flight; CheckpointError if an interval checkpoint could not be written at any time."""
+        """Waits for the save in flight; CheckpointError if an interval checkpoint could not be written at any time.
+
+        Needed before the process ends, after an error too: Orbax loses what is in flight when the interpreter stops.
+        """
         self._join()
         if self._lost:
             raise CheckpointError("; ".join(self._lost) + ": free space on the disk, then run the same command again")
