@@ -1,6 +1,7 @@
 """The exact budget against brute force in Fractions and a naive simulation of the updates."""
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 
@@ -136,7 +137,7 @@ def test_the_c4_budgets(params, batch, targets, updates):
     sizes = list(plan.sizes())
     assert (len(sizes), sum(sizes) * 1024) == (updates, targets)
     edges = [0, *plan.boundaries]
-    assert plan.total_updates == sum(math.ceil((b - a) / batch) for a, b in zip(edges, edges[1:], strict=False))
+    assert plan.total_updates == sum(math.ceil((b - a) / batch) for a, b in itertools.pairwise(edges))
 
 
 def test_packed_budget_is_in_whole_rounds_of_eight():
