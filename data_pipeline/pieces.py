@@ -5,21 +5,12 @@ record a document), KEY.bad (JSON lines of what was skipped) and, written last, 
 tokenizer and the reading rules. Ids of a piece depend on nothing else, so any number of workers gives the same bytes.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import multiprocessing.resource_tracker
 import os
-import signal
 import struct
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -238,81 +229,6 @@ def _batches(
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def make_all(items: Sequence[Item], work: Work, limit: Limit | None, workers: int, tick: Tick) -> Generator[Piece]:
-    """Pieces of all items, in order, made by up to `workers` processes a little ahead of whoever iterates.
-
-    Fewer items than workers: the rest become threads of the tokenizer. Closing the iterator stops the processes.
-    """
-    processes = max(1, min(workers, len(items)))
-    threads = max(1, workers // processes)
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
-    if processes == 1:
-        for item in items:
-            yield make(item, work, limit, threads, tick, lambda: False)
-        return
-    # spawn: libraries with threads of their own are loaded by now, and a fork of such a process can deadlock
-    context = multiprocessing.get_context("spawn")
-    _start_tracker()
-    ticks, stop = context.Queue(), context.Event()
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (ticks, stop, threads))
-    waiting: deque[Future[Piece]] = deque()
-    left = iter(items)
-    try:
-        while True:
-            while len(waiting) < 2 * processes and (following := next(left, None)) is not None:
-                waiting.append(pool.submit(_in_worker, following, work, limit, threads))
-            if not waiting:
-                return
-            while not waiting[0].done():
-                with contextlib.suppress(TimeoutError):
-                    waiting[0].exception(timeout=0.2)
-                while not ticks.empty():
-                    tick(*ticks.get())
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process died (out of memory?); repeat with fewer --workers, finished files are kept"
-        ) from None
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_tracker() -> None:
-    """Starts multiprocessing's helper process deaf to SIGUSR1, which a scheduler may send to every process of a job."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        multiprocessing.resource_tracker.ensure_running()
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
-
-
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(ticks: Any, stop: Any, threads: int) -> None:
-    """Set-up of a worker process: signals are the main process's business, and none outlives it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    ticks.cancel_join_thread()
-    _worker.update(ticks=ticks, stop=stop)
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _in_worker(item: Item, work: Work, limit: Limit | None, threads: int) -> Piece:
-    return make(item, work, limit, threads, lambda *amounts: _worker["ticks"].put(amounts), _worker["stop"].is_set)
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline import folder, merge, mini, options, packages, pieces, sources, streams, tokenizers
+from data_pipeline import folder, merge, mini, options, packages, pieces, pool, sources, streams, tokenizers
 from data_pipeline.progress import Progress, say
 from llama_jax import shards
 from llama_jax.errors import ConfigError, DataError, Interrupted, Preempted, run_command
@@ -103,9 +103,9 @@ def _ordered(
 ) -> Generator[pieces.Piece]:
     """Pieces in the order of the stream: validation files whole, then train files as far as needed."""
     validation = [item for item in items if item.split == "validation"]
-    yield from pieces.make_all(validation, work, None, workers, progress.tick)
+    yield from pool.make_all(validation, work, None, workers, progress.tick)
     train = [item for item in items if item.split != "validation"]
-    yield from pieces.make_all(train, work, limit, workers, progress.tick)
+    yield from pool.make_all(train, work, limit, workers, progress.tick)
 
 
 def _whole(piece: pieces.Piece, work: pieces.Work, workers: int, progress: Progress) -> pieces.Piece:
@@ -124,9 +124,9 @@ def _do_slice(
     index, count = share
     validation = [item for item in items if item.split == "validation"][index::count]
     train = [item for item in items if item.split != "validation"][index::count]
-    done = sum(1 for _ in pieces.make_all(validation, work, None, workers, progress.tick))
+    done = sum(1 for _ in pool.make_all(validation, work, None, workers, progress.tick))
     documents = tokens = 0
-    with contextlib.closing(pieces.make_all(train, work, limit, workers, progress.tick)) as made:
+    with contextlib.closing(pool.make_all(train, work, limit, workers, progress.tick, count)) as made:
         for piece in made:
             done, documents, tokens = done + 1, documents + piece.documents, tokens + piece.tokens
             if limit is not None and limit.reached(count * documents, count * tokens):
@@ -235,6 +235,7 @@ def _write_skipped(out: Path, tallies: Sequence[merge.Tally]) -> None:
 def _existing(request: options.Request) -> shards.Manifest:
     """The finished cache in `out`, if it is what `request` asks for."""
     manifest = shards.read_manifest(request.out)
+    request.check_vocabulary(manifest.vocab_size)
     content = options.read_content(request.out)
     old, new = content.get("request", {}), request.record()
     changed = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in new if old.get(key) != new[key]]
@@ -292,12 +293,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         request = options.parse(arguments)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, preempted)
+        before = {number: signal.signal(number, preempted) for number in (signal.SIGTERM, signal.SIGUSR1)}
         try:
             manifest = prepare(request)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the same command goes on from the finished files") from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         if manifest is not None:
             _summary(manifest, request.out)
 

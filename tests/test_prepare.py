@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tokenizers as library
 
-from data_pipeline import folder, merge, options, pieces, prepare, progress, sources, streams
+from data_pipeline import folder, merge, options, pieces, pool, prepare, progress, sources, streams
 from llama_jax import shards
 from llama_jax.errors import ConfigError
 
@@ -64,18 +64,7 @@ def corpus(root, files=4, documents=200):
 
 def run(*arguments, code=0):
     """Runs the command in this process, with one worker unless told otherwise; checks its exit code."""
-    with keep_signals():
-        assert prepare.main(["--workers=1", *map(str, arguments)]) == code
-
-
-@contextlib.contextmanager
-def keep_signals():
-    old = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    assert prepare.main(["--workers=1", *map(str, arguments)]) == code
 
 
 def content(out):
@@ -194,6 +183,12 @@ def test_shuffle_buffer():
     assert order[:4] == [4, 39, 1, 15]
 
 
+def test_signal_handlers_are_put_back(tmp_path, base):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    run(*base[0], f"--out={tmp_path / 'out'}", "--tokens=500")
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+
+
 def test_c4_with_official_validation(tmp_path, words):
     """C4's own file names and format: gzip JSON lines with text, timestamp and url."""
     train = [[text(100 * f + i, 10) for i in range(30)] for f in range(3)]
@@ -251,6 +246,18 @@ def test_size_from_config(tmp_path):
     assert options.budget_tokens(str(ROOT / "configs" / "c4_20m.py"), exact, shard)[0] == 2 * shard + 1
     with pytest.raises(ConfigError, match="is no multiple of"):
         options.budget_tokens(str(ROOT / "configs" / "c4_20m.py"), {}, 1000)
+
+
+def test_no_more_files_are_read_ahead_than_needed(tmp_path, base, capsys):
+    files = [sources.Item("jsonl", f"/c4-train.{i:05d}.json.gz", "", "train", 318_000_000) for i in range(1024)]
+    assert [pool.needed(files, tokens) for tokens in (1, 95_000_000, 470_000_000, 10**12)] == [1, 1, 5, 1024]
+    # With many workers a small budget makes one file, one after the other when the estimate was too low.
+    for number in range(8):
+        write_jsonl(tmp_path / "more" / f"{number}.jsonl", [text(50 * number + i, 20) for i in range(50)])
+    arguments = [*base[0][:2], tmp_path / "more", *base[0][3:], "--workers=8", "--shuffle_buffer=0"]
+    for tokens, files_made in ((200, 1), (2500, 3)):
+        run(*arguments, f"--out={tmp_path / str(tokens)}", f"--tokens={tokens}", "--slice=0/1")
+        assert len(list((tmp_path / str(tokens)).glob("partial/*.json"))) in (files_made, files_made + 1)
 
 
 def test_vocabulary_must_fit_the_config(tmp_path, base, capsys):
@@ -341,7 +348,7 @@ def test_killed_while_merging(tmp_path, base, monkeypatch):
 
     finish = shards.ShardWriter._finish_shard
     monkeypatch.setattr(shards.ShardWriter, "_finish_shard", die)
-    with pytest.raises(Dead), keep_signals():
+    with pytest.raises(Dead):
         prepare.main([*map(str, arguments), f"--out={tmp_path / 'out'}"])
     monkeypatch.undo()
     assert not (tmp_path / "out" / "manifest.json").exists() and (tmp_path / "out" / "train-00002.bin").exists()

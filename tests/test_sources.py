@@ -331,3 +331,27 @@ def test_tfds_problems(tfds_folder, tmp_path):
     with pytest.raises(ConfigError, match="no split 'test'"):
         sources.list_tfds([str(tfds_folder)], "test")
     assert "by hash" in sources.list_tfds([str(tfds_folder)], "train", "none").notes[0]
+
+
+def test_tfds_through_the_command(tfds_folder, tmp_path, monkeypatch):
+    import tokenizers as library
+
+    from data_pipeline import prepare
+    from llama_jax import shards
+
+    texts = [f"train document é {i}" for i in range(25)]
+    vocabulary = {"?": 0} | {word: i + 1 for i, word in enumerate(sorted({w for t in texts for w in t.split()}))}
+    engine = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token="?"))
+    engine.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    engine.add_special_tokens(["</s>"])
+    engine.save(str(tmp_path / "t.json"))
+    monkeypatch.setattr(sources, "_TFDS_RECORDS", 10)
+    arguments = ["--source=tfds", f"--input={tfds_folder}", f"--tokenizer={tmp_path / 't.json'}", "--workers=1",
+                 "--shuffle_buffer=0", f"--out={tmp_path / 'out'}"]  # fmt: skip
+    assert prepare.main(arguments) == 0
+    manifest = shards.read_manifest(tmp_path / "out")
+    ids = shards.read_tokens(manifest, "train", 0, 25 * 5).reshape(25, 5)
+    assert sorted(engine.decode(row.tolist()) for row in ids) == sorted(texts)
+    assert manifest.splits["validation"].documents == 5
+    assert [(s["name"].split("/")[-1], s["documents"]) for s in manifest.sources] == [("validation", 5), ("train", 25)]
+    assert prepare.main(arguments) == 0  # finished: compared with the data set's description, left alone
