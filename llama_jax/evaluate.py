@@ -47,7 +47,7 @@ def load_model(folder: str | Path, context: int) -> tuple[Any, jax.Array]:
         "lr_schedule.warmup_steps": 0,
     }
     for name, value in settings.items():
-        configs.set_field(config, name, value)
+        configs.setfind(config, name, value)
     config = configs.finalize(config)
     return config, jax.numpy.asarray(arena.to_row(params, arena.make_layout(config.model)))
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
             update = None
         for field, value in (("data.path", options.data), ("evaluation.batch_sequences", options.batch)):
             if value is not None:
-                configs.set_field(config, field, value)
+                configs.setfind(config, field, value)
         found = evaluate(configs.finalize(config), row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
