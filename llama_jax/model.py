@@ -152,12 +152,15 @@ def _structure(model: Any, numerics: Numerics):
 
 
 def bind(model: Any, numerics: Numerics, params: dict[str, jax.Array]) -> Llama:
-    """The model over a flat dictionary {Hugging Face name: array}; the names must match exactly (ValueError)."""
+    """The model over a flat dictionary {Hugging Face name: array}; names and shapes must match exactly (ValueError)."""
     structure, abstract = _structure(model, numerics)
     flat = dict(nnx.to_flat_state(abstract))
     names = {".".join(str(part) for part in path): path for path in flat}
     if names.keys() != params.keys():
         raise ValueError(f"parameter names differ: {sorted(names.keys() ^ params.keys())[:4]}")
+    for name, shape in flops.parameter_shapes(model).items():
+        if params[name].shape != shape:
+            raise ValueError(f"{name} has shape {list(params[name].shape)}, expected {list(shape)}")
     state = nnx.from_flat_state([(path, flat[path].replace(params[name])) for name, path in names.items()])
     return nnx.merge(structure, state)
 
