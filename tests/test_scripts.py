@@ -22,7 +22,8 @@ SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
 
 
 def run(*command, cwd=ROOT, **variables):
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    outer = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "VENV")}
+    environment = outer | {name: str(value) for name, value in variables.items()}
     return subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
