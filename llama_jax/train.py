@@ -5,6 +5,7 @@ Letters: N workers, P arena row length.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +258,10 @@ class _Loop:
                 yield part
 
         found = self.built.evaluate(validations.mean_row(self.state.params_NP), rows())
+        if not math.isfinite(found.total):
+            raise NonFiniteError(
+                f"update {self.at.update}: the loss on the {split} split is not finite; lower optimizer.lr"
+            )
         return {
             "kind": "eval",
             "update": self.at.update,

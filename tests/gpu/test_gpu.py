@@ -1,0 +1,93 @@
+"""What only a GPU can show; skipped elsewhere. Run on one: python -m pytest -q tests/gpu
+
+The fast path at the shapes of the 20M model (cuDNN attention, bfloat16, chunked head, vmapped workers) against the
+reference path in float32, and repeatability of the deterministic mode.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import FrozenConfigDict
+
+from llama_jax import arena, config, loss, model, runtime, step
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+pytestmark = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
+
+
+def _gradients(settings, numerics, params_NP, layout, tokens_NBS):
+    frozen = FrozenConfigDict(settings.model)
+    rows = np.ones(tokens_NBS.shape[:2], np.float32)
+    found = jax.jit(jax.vmap(jax.value_and_grad(lambda p, t, r: loss.loss_sum(frozen, numerics, p, t, r))))(
+        arena.views(params_NP, layout), tokens_NBS, rows
+    )
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fast_path_against_float32_reference(workers):
+    settings = config.load(ROOT / "configs" / "c4_20m.py")
+    fast, resolved = runtime.resolve(settings)
+    assert resolved["attention"] == "cudnn" and resolved["compute_dtype"] == "bfloat16"
+    layout = arena.make_layout(settings.model)
+    rows = [arena.to_row(model.init(settings.model, seed), layout) for seed in range(workers)]
+    params_NP = jnp.asarray(np.stack(rows))
+    tokens = np.random.default_rng(0).integers(0, 32000, (workers, 4, 1025)).astype(np.int32)
+    with jax.default_matmul_precision("highest"):
+        exact = _gradients(settings, model.reference(jnp.float32), params_NP, layout, tokens)
+    found = _gradients(settings, fast, params_NP, layout, tokens)
+    assert np.all(np.abs(found[0] - exact[0]) / exact[0] < 1e-3)
+    for name, gradient in exact[1].items():
+        for worker in range(workers):
+            error = np.linalg.norm(found[1][name][worker] - gradient[worker]) / np.linalg.norm(gradient[worker])
+            assert error < 3e-2, (name, worker, error)  # eight layers of bfloat16 products, 8 bits each
+
+
+def test_deterministic_runs_are_bitwise_equal(tmp_path):
+    overrides = {
+        "name": "deterministic",
+        "runtime.deterministic": True,
+        "data.source": "synthetic",
+        "training.targets_per_parameter": None,
+        "training.total_updates": 12,
+        "training.batch_targets": 32 * 1024,
+        "training.microbatch": 32,
+        "training.checkpoint_policy": "none",
+        "lr_schedule.warmup_steps": 4,
+        "evaluation.subset_sequences": 64,
+        "evaluation.full_at_end": False,
+    }
+    command = [sys.executable, "-m", "llama_jax.main", "--config=configs/c4_20m.py"]
+    command += [f"--config.{field}={value}" for field, value in overrides.items()]
+    curves = []
+    for name in ("first", "second"):
+        subprocess.run([*command, f"--workdir={tmp_path / name}"], cwd=ROOT, check=True, env={**os.environ})
+        lines = [json.loads(text) for text in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        curves.append([(line["loss"], line.get("grad_norm")) for line in lines])
+    assert curves[0] == curves[1]
+    assert np.isfinite([value for pair in curves[0] for value in pair if value is not None]).all()
+
+
+def test_step_donates_and_blocks_nonfinite_updates():
+    settings = config.load(ROOT / "configs" / "c4_20m.py", {"training.batch_targets": 8192, "training.microbatch": 8})
+    fast, _ = runtime.resolve(settings)
+    mesh, layout = step.make_mesh(1, 1), arena.make_layout(settings.model)
+    state = step.init_state(arena.to_row(model.init(settings.model, 0), layout), 1, mesh)
+    update = step.make_step(settings, fast, mesh)
+    tokens = np.random.default_rng(1).integers(0, 32000, (8, 1025)).astype(np.uint16)
+    good = step.make_batch(tokens, 1, 1, 8)
+    lr = np.full(1, 1e-3, np.float32)
+    before = np.asarray(state.params_NP)
+    state, measured = update(state, good._replace(rows=good.rows * np.nan), lr)
+    assert not measured.ok and not state.ok
+    np.testing.assert_array_equal(before, np.asarray(state.params_NP))
+    state, measured = update(state, good, lr)
+    assert not measured.ok
+    np.testing.assert_array_equal(before, np.asarray(state.params_NP))
