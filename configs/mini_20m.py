@@ -4,8 +4,8 @@
     python -m llama_jax.main --config=configs/mini_20m.py --workdir=runs/mini_20m
 
 The corpus is small, so the run sees it several times: its validation loss says nothing about English C4. Everything but
-the data, the budget and the warm-up is configs/c4_20m.py. That config warms up over 312 updates, which is this whole run;
-a quarter of it is what this learning rate needs: 5 %, 10 % and 25 % ended at 5.2, 5.1 and 4.6 nats on an H200.
+the data, the budget and the warm-up is configs/c4_20m.py. That config warms up over 312 updates, which is this whole
+run; a quarter of it is what this learning rate needs: 5, 10 and 25 % ended at 5.2, 5.1 and 4.6 nats on an H200.
 """
 
 from llama_jax.config import default

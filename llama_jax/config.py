@@ -63,7 +63,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"config file {path}: get_config() must return a ConfigDict")
     for field, value in (overrides or {}).items():
-        setfind(config, field, value)
+        set_field(config, field, value)
     return finalize(config)
 
 
@@ -92,7 +92,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str
     return file, overrides, rest
 
 
-def setfind(config: ConfigDict, path: str, value: Any) -> None:
+def set_field(config: ConfigDict, path: str, value: Any) -> None:
     """Sets a dotted field to a typed value or to its text form ("None" empties an optional field).
 
     Raises ConfigError for an unknown field, a wrong type or a value out of range.
@@ -121,7 +121,7 @@ def finalize(config: ConfigDict) -> ConfigDict:
         raise ConfigError(f"config lacks the field {missing[0]}; start from llama_jax.config.default()")
     result = default()
     for path, value in values.items():
-        setfind(result, path, value)
+        set_field(result, path, value)
     derived = _derive(result)
     with result.unlocked():
         result.derived = ConfigDict(derived)
@@ -288,5 +288,5 @@ def _from_plain(stored: Mapping[str, Any]) -> ConfigDict:
         if path not in values:
             raise ConfigError(f"stored config lacks the field {path}")
     for path, value in values.items():
-        setfind(config, path, value)
+        set_field(config, path, value)
     return config

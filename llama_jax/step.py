@@ -47,7 +47,7 @@ class Metrics(NamedTuple):
 
 STATE_SPEC = State(Spec("worker"), optimizer.Moments(Spec("worker"), Spec("worker"), Spec("worker")), Spec())
 BATCH_SPEC = Batch(Spec("worker", None, "data"), Spec("worker", None, "data"))
-METRICS_SPEC = Metrics(*[Spec("worker")] * 4, Spec())
+METRICS_SPEC = Metrics(Spec("worker"), Spec("worker"), Spec("worker"), Spec("worker"), Spec())
 
 Step = Callable[[State, Batch, jax.Array], tuple[State, Metrics]]
 

@@ -414,7 +414,7 @@ def test_damaged_validation_shard_is_found(tmp_path):
 def small_config(path, **fields):
     config = configs.default()
     for name, value in {"data.path": str(path), "model.context": T, "model.vocab_size": 65_536, **fields}.items():
-        configs.setfind(config, name, value)
+        configs.set_field(config, name, value)
     return config
 
 

@@ -480,7 +480,7 @@ def test_imported_section_fits_a_config(tmp_path):
     section, _ = hf.load_folder(folder)
     settings = config.default()
     for name, value in section.items():
-        config.setfind(settings, f"model.{name}", value)
+        config.set_field(settings, f"model.{name}", value)
     settings.training.batch_targets = settings.training.microbatch * 128
     settings.lr_schedule.warmup_steps = 0
     assert config.finalize(settings).derived.head_size == 8

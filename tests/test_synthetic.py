@@ -162,7 +162,7 @@ def test_loader_reads_the_language():
         "data.synthetic_validation_sequences": 6,
     }
     for name, value in {**fields, "model.vocab_size": 50, "model.context": 8, "seed": 5}.items():
-        configs.setfind(config, name, value)
+        configs.set_field(config, name, value)
     source = data.open_source(config)
     assert isinstance(source, SyntheticSource)
     assert (source.vocab_size, source.context, source.group_size, source.validation_sequences) == (50, 8, 16, 6)
