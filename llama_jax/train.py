@@ -4,7 +4,6 @@ Letters: N workers, P arena row length.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, describe, flops, hf, integrity, metrics, optimizer, run_folder
+from llama_jax import checkpoint, data, describe, flops, integrity, metrics, optimizer, records, resume, run_folder
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -25,18 +24,6 @@ from llama_jax.files import read_json, write_json_atomic
 from llama_jax.trackers import check_trackers, open_trackers
 
 Stop = Callable[[], Error | None]
-
-
-@dataclasses.dataclass
-class Progressed:
-    """How far a run is. position in sequences; evaluated: all evaluations due at this update are done and logged."""
-
-    update: int = 0
-    position: int = 0
-    evaluated: bool = True
-    best: dict[str, Any] | None = None
-    final: dict[str, Any] | None = None  # evaluations and throughput after the last update
-    wall_s: float = 0.0
 
 
 class _Stopped(Exception):
@@ -84,11 +71,8 @@ class _Loop:
     def __init__(self, built: Built, source: data.Source, folder: run_folder.RunFolder, stop: Stop):
         self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
         self.plan, self.context = built.plan, built.config.model.context
-        self.saved = checkpoint.Checkpoints(
-            folder.checkpoints,
-            {"arena": {"padded": built.layout.padded, "slots": built.layout.describe()}, "loader": data.LOADER_VERSION},
-        )
-        self.at, self.state, self.loader = self._restore()
+        self.saved = resume.open_checkpoints(folder.checkpoints, built.layout)
+        self.at, self.state, self.loader = resume.restore(self.saved, built, source)
         config = built.config
         kind, devices = jax.devices()[0].device_kind, built.mesh.size
         peak = flops.peak_flops(kind)
@@ -170,17 +154,14 @@ class _Loop:
         (number, update, lr, measured), self.unread = self.unread, None
         found = jax.tree.map(np.asarray, measured)
         self.meter.step(self._targets(update.size))
-        line = {
-            "kind": "train",
-            "update": number,
-            "epoch": self.plan.epoch(update.position) + 1,
-            "targets": self._targets(update.position + update.size),
-            "loss": float(found.loss_sum.astype(np.float64).sum() / found.targets.sum()),
-            "lr": lr,
-            "grad_norm": _scalar(found.grad_norm),
-            "clip": _scalar(found.clip),
-            **self.meter.rates(),
-        }
+        line = records.train_line(
+            number,
+            self.plan.epoch(update.position) + 1,
+            self._targets(update.position + update.size),
+            lr,
+            found,
+            self.meter.rates(),
+        )
         self._write(line)
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:
@@ -188,18 +169,7 @@ class _Loop:
         if not found.ok:
             self.log.flush(sync=True)
             self.saved.finish()
-            raise NonFiniteError(self._blame(number, update, found))
-
-    def _blame(self, number: int, update: _Update, found: steps.Metrics) -> str:
-        finite_N = np.isfinite(found.loss_sum) & np.isfinite(found.grad_norm)
-        worker, end = int(np.argmin(finite_N)), update.position + update.size
-        mine = range(update.position + worker, end, finite_N.size)
-        sequences = [str(self.loader.locate(position)[2]) for position in mine[:8]]
-        return (
-            f"update {number}: loss or gradient of worker {worker} is not finite and was not applied; it saw sequences "
-            f"{', '.join(sequences)}{', ...' if len(mine) > 8 else ''} (positions {update.position} to {end - 1} of "
-            "the stream); lower optimizer.lr, or look at them"
-        )
+            raise NonFiniteError(records.blame(number, update.position, update.size, found, self.loader))
 
     def _write(self, line: dict[str, Any]) -> None:
         written = self.log.append(line)
@@ -222,11 +192,7 @@ class _Loop:
                 lines.append(final["validation"])
             for line in lines:  # only when all are there, so that a stop in between repeats them all
                 self._write(line)
-                bits = line["bits_per_byte"]
-                self.progress.note(
-                    f"update {line['update']:,}: {line['split']} loss {line['loss']:.4f} nats"
-                    + ("" if bits is None else f", {bits:.4f} bits per byte")
-                )
+                self.progress.note(records.eval_text(line))
             self.log.flush()
             self.at.evaluated = True
             if last:
@@ -239,8 +205,8 @@ class _Loop:
                 }
                 write_json_atomic(self.folder.best, self.at.best)
             if self._interval_due() and not last:
+                self._export(f"update-{self.at.update}")  # before the save: a restart behind it would not export
                 self._save("interval")
-                self._export(f"update-{self.at.update}")
             elif not last and self._recovery_due():
                 self._save("recovery")
         if self.stop() and not last:
@@ -262,17 +228,9 @@ class _Loop:
             raise NonFiniteError(
                 f"update {self.at.update}: the loss on the {split} split is not finite; lower optimizer.lr"
             )
-        return {
-            "kind": "eval",
-            "update": self.at.update,
-            "epoch": self.plan.epoch(self.at.position - 1) + 1,
-            "targets": self._targets(self.at.position),
-            "split": split,
-            "loss": found.mean,
-            "bits_per_byte": found.bits_per_byte(self.source.bytes_per_token),
-            "eval_targets": found.targets,
-            "eval_s": time.monotonic() - start,
-        }
+        position, seconds = self.at.position, time.monotonic() - start
+        epoch, targets = self.plan.epoch(position - 1) + 1, self._targets(position)
+        return records.eval_line(self.at.update, epoch, targets, split, found, self.source, seconds)
 
     def _end(self) -> dict[str, Any]:
         """Final save, export and result, in this order; each can be repeated after a crash."""
@@ -285,26 +243,10 @@ class _Loop:
                 self._export("final")
         self.saved.finish()
         self.log.close()
-        full = final.get("validation")
-        result = {
-            "unique_params": config.derived.unique_params,
-            "non_embedding_params": config.derived.non_embedding_params,
-            "targets": self._targets(self.at.position),
-            "updates": self.at.update,
-            "validation_loss": full and full["loss"],
-            "bits_per_byte": full and full["bits_per_byte"],
-            "subset_loss": final["subset"]["loss"],
-            "entropy": self.source.entropy,
-            "best": self.at.best,
-            "passes": self.loader.passes,
-            "targets_per_s": final["targets_per_s"],
-            "mfu": final["mfu"],
-            "peak_memory_bytes": _peak_memory(),
-            "wall_s": self.meter.wall_s,
-            "device": jax.devices()[0].device_kind,
-            "devices": self.built.mesh.size,
-            "jax": jax.__version__,
-        }
+        targets, wall_s = self._targets(self.at.position), self.meter.wall_s
+        result = records.result(
+            config, self.source, self.at.update, targets, final, self.at.best, self.loader.passes, wall_s
+        )
         write_json_atomic(self.folder.result, result)
         if policy == "none":  # a stop saves under every policy; only now is its checkpoint useless
             for entry in self.saved.entries():
@@ -313,27 +255,6 @@ class _Loop:
         for text in describe.after(self.folder.path, result):
             self.progress.note(text)
         return result
-
-    def _restore(self) -> tuple[Progressed, steps.State, data.Loader]:
-        """Progress, state and loader of the newest good checkpoint, or of the start."""
-        built, N, seed = self.built, self.config.decentralized.workers, self.config.seed
-        loading = (self.config.data.prefetch_groups, self.config.runtime.host_threads)
-        place = steps.shardings(built.mesh, steps.STATE_SPEC)
-        shape = jax.ShapeDtypeStruct((N, built.layout.padded), np.float32, sharding=place.params_NP)
-        templates = {
-            "params": shape,
-            "mu": shape,
-            "nu": shape,
-            "count": jax.ShapeDtypeStruct((N,), np.int32, sharding=place.moments.count_N),
-        }
-        found = self.saved.restore_latest(templates)
-        if found is None:
-            return Progressed(), built.initial_state(), data.Loader(self.source, seed, 0, *loading)
-        arrays = found.arrays
-        moments = optimizer.Moments(arrays["mu"], arrays["nu"], arrays["count"])
-        state = steps.State(arrays["params"], moments, jax.device_put(np.asarray(True), place.ok))
-        loader = data.Loader.from_state(self.source, seed, found.meta["loader"], *loading)
-        return Progressed(**found.meta["progress"]), state, loader
 
     def _recovery_due(self) -> bool:
         training = self.config.training
@@ -354,16 +275,7 @@ class _Loop:
                     raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
                 return
             self.at.wall_s = self.meter.wall_s
-            moments = self.state.moments
-            arrays = {
-                "params": self.state.params_NP,
-                "mu": moments.mu_NP,
-                "nu": moments.nu_NP,
-                "count": moments.count_N,
-            }
-            # The loader is one batch ahead; what counts is what the model has seen.
-            cursor = {**self.loader.state(), "position": self.at.position}
-            meta = {"progress": dataclasses.asdict(self.at), "loader": cursor}
+            arrays, meta = resume.content(self.state, self.at, self.loader)
             self.saved.save(self.at.update, arrays, meta, kind, wait)
             self.last_save = time.monotonic()
 
@@ -377,16 +289,7 @@ class _Loop:
 
     def _export(self, name: str) -> None:
         fault_point("export")
-        params = arena.from_row(np.asarray(validations.mean_row(self.state.params_NP)), self.built.layout)
-        origin = {"run": self.config.name, "update": self.at.update, "targets": self._targets(self.at.position)}
-        manifest = self.source.manifest
-        if manifest is None:
-            hf.export_model(self.folder.exports / name, params, self.config.model, origin=origin)
-        else:
-            tokenizer = manifest.tokenizer
-            file = tokenizer["file"] and manifest.directory / tokenizer["file"]
-            ids = (tokenizer["bos_id"], tokenizer["eos_id"])
-            hf.export_model(self.folder.exports / name, params, self.config.model, file, *ids, origin=origin)
+        resume.export(self.folder.exports / name, self.built, self.source, self.state.params_NP, self.at)
 
     def _targets(self, position: int) -> int:
         return position * self.context
@@ -403,12 +306,3 @@ def _finished(folder: run_folder.RunFolder) -> dict[str, Any]:
     for text in describe.after(folder.path, result):
         print(text, flush=True)
     return result
-
-
-def _scalar(values_N: np.ndarray) -> Any:
-    return float(values_N[0]) if values_N.size == 1 else [float(value) for value in values_N]
-
-
-def _peak_memory() -> int | None:
-    stats = jax.devices()[0].memory_stats()
-    return stats.get("peak_bytes_in_use") if stats else None

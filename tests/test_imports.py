@@ -26,7 +26,7 @@ LAYERS = [
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
     ["build"],
-    ["describe"],
+    ["describe", "records", "resume"],
     ["train"],
     ["main", "evaluate"],
 ]

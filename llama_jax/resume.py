@@ -1,0 +1,87 @@
+"""What a checkpoint of a run holds: from device state, progress and loader to arrays and JSON, and back.
+
+Letters: N workers, P arena row length.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax import arena, checkpoint, data, hf, optimizer
+from llama_jax import step as steps
+from llama_jax import validation as validations
+from llama_jax.build import Built
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is.
+
+    position: sequences of the stream that the model has seen. evaluated: all evaluations due at this update are done
+    and logged. final: evaluations and throughput after the last update. wall_s: seconds, former processes included.
+    """
+
+    update: int = 0
+    position: int = 0
+    evaluated: bool = True
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] | None = None
+    wall_s: float = 0.0
+
+
+def open_checkpoints(directory: Path, layout: arena.Layout) -> checkpoint.Checkpoints:
+    """The checkpoints of a run whose arena layout and loader version must agree."""
+    fingerprint = {
+        "arena": {"padded": layout.padded, "slots": layout.describe()},
+        "loader": data.LOADER_VERSION,
+    }
+    return checkpoint.Checkpoints(directory, fingerprint)
+
+
+def content(state: steps.State, at: Progress, loader: data.Loader) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """(arrays, JSON) of a checkpoint. The state's `ok` isn't among them: a state that isn't ok is never saved."""
+    moments = state.moments
+    arrays = {"params": state.params_NP, "mu": moments.mu_NP, "nu": moments.nu_NP, "count": moments.count_N}
+    # The loader is one batch ahead; what counts is what the model has seen.
+    cursor = {**loader.state(), "position": at.position}
+    return arrays, {"progress": dataclasses.asdict(at), "loader": cursor}
+
+
+def restore(
+    saved: checkpoint.Checkpoints, built: Built, source: data.Source
+) -> tuple[Progress, steps.State, data.Loader]:
+    """Progress, state and loader of the newest good checkpoint, or of the start when there never was one."""
+    config = built.config
+    loading = (config.data.prefetch_groups, config.runtime.host_threads)
+    place = steps.shardings(built.mesh, steps.STATE_SPEC)
+    workers = config.decentralized.workers
+    arena_NP = jax.ShapeDtypeStruct((workers, built.layout.padded), np.float32, sharding=place.params_NP)
+    count_N = jax.ShapeDtypeStruct((workers,), np.int32, sharding=place.moments.count_N)
+    found = saved.restore_latest({"params": arena_NP, "mu": arena_NP, "nu": arena_NP, "count": count_N})
+    if found is None:
+        return Progress(), built.initial_state(), data.Loader(source, config.seed, 0, *loading)
+    arrays = found.arrays
+    moments = optimizer.Moments(arrays["mu"], arrays["nu"], arrays["count"])
+    state = steps.State(arrays["params"], moments, jax.device_put(np.asarray(True), place.ok))
+    loader = data.Loader.from_state(source, config.seed, found.meta["loader"], *loading)
+    return Progress(**found.meta["progress"]), state, loader
+
+
+def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Array, at: Progress) -> None:
+    """The mean model in ordinary format, with the tokenizer of its data."""
+    config = built.config
+    params = arena.from_row(np.asarray(validations.mean_row(params_NP)), built.layout)
+    origin = {"run": config.name, "update": at.update, "targets": at.position * config.model.context}
+    tokenizer = source.manifest.tokenizer if source.manifest else {}
+    hf.export_model(
+        directory,
+        params,
+        config.model,
+        source.manifest.directory / tokenizer["file"] if source.manifest and tokenizer["file"] else None,
+        tokenizer.get("bos_id"),
+        tokenizer.get("eos_id"),
+        origin=origin,
+    )
