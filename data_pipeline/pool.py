@@ -3,10 +3,10 @@
 import contextlib
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -51,15 +51,16 @@ def make_all(
         return
     # spawn: libraries with threads of their own are loaded by now, and a fork of such a process can deadlock
     context = multiprocessing.get_context("spawn")
-    _start_tracker()
-    ticks, stop = context.Queue(), context.Event()
+    with _deaf():  # these two start multiprocessing's own helper process
+        ticks, stop = context.Queue(), context.Event()
     executor = ProcessPoolExecutor(processes, context, _start_worker, (ticks, stop, threads))
     waiting: deque[Future[pieces.Piece]] = deque()
     submitted = 0
     try:
         while True:
             while submitted < len(items) and len(waiting) < (2 * processes if submitted < wanted else 1):
-                waiting.append(executor.submit(_in_worker, items[submitted], work, limit, threads))
+                with _deaf():
+                    waiting.append(executor.submit(_in_worker, items[submitted], work, limit, threads))
                 submitted += 1
             if not waiting:
                 return
@@ -70,6 +71,7 @@ def make_all(
                     tick(*ticks.get())
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        time.sleep(0.5)  # a signal to the whole job can reach a worker first: let this process's own handler speak
         raise DataError(
             "a worker process died (out of memory?); repeat with fewer --workers, finished files are kept"
         ) from None
@@ -78,24 +80,27 @@ def make_all(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_tracker() -> None:
-    """Starts multiprocessing's helper process deaf to SIGUSR1, which a scheduler may send to every process of a job."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+@contextlib.contextmanager
+def _deaf() -> Generator[None]:
+    """Processes started inside are deaf to SIGINT and SIGUSR1 from birth; for this one those wait until the end.
+
+    A terminal and a scheduler send them to every process of a job, and only the main process is to act on them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGUSR1))
     try:
-        multiprocessing.resource_tracker.ensure_running()
+        yield
     finally:
-        signal.signal(signal.SIGUSR1, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _worker: dict[str, Any] = {}
 
 
 def _start_worker(ticks: Any, stop: Any, threads: int) -> None:
-    """Set-up of a worker process: signals are the main process's business, and none outlives it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    """Set-up of a worker process: it ends with the main process, if not before.
+
+    SIGTERM ends it too: that is how the executor gets rid of the others after one has died.
+    """
     ticks.cancel_join_thread()
     _worker.update(ticks=ticks, stop=stop)
     os.environ["RAYON_NUM_THREADS"] = str(threads)

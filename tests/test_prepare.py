@@ -372,6 +372,21 @@ def test_signals_stop_it_with_their_own_code(tmp_path, words, number, code):
     assert not (out / "manifest.json").exists()
 
 
+def test_a_worker_that_dies_is_an_error_not_a_hang(tmp_path, words):
+    corpus(tmp_path / "in", files=6, documents=6000)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "data_pipeline.prepare", "--source=jsonl", "--input", str(tmp_path / "in"),
+               f"--tokenizer={words}", f"--out={out}", "--workers=2"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    wait_for(lambda: list(out.glob("partial/*.json")))
+    workers = [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    errors = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 3 and "error: a worker process died" in errors and "Traceback" not in errors
+    run("--source=jsonl", "--input", tmp_path / "in", f"--tokenizer={words}", f"--out={out}")  # and it goes on
+
+
 def test_changed_or_damaged_pieces_are_made_again(tmp_path, base):
     arguments, _ = base
     run(*arguments, f"--out={tmp_path / 'unbroken'}")
