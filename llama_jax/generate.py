@@ -28,8 +28,6 @@ from llama_jax import errors, hf, ops, tokenizer
 from llama_jax.errors import ConfigError
 from llama_jax.model import Numerics
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]  # keys and values [B, S, K, d] of each layer
-
 
 def sample(
     model: Any,
@@ -87,75 +85,76 @@ def _require(good: bool, message: str) -> None:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _generate(model, numerics, steps, top_k, params, prompt_BT, temperature, key):
     B, T = prompt_BT.shape
-    S = T + steps - 1  # the last id is never an input
-    # Matrices are cast once, outside the loop; the embedding is cast after its lookup, as in training.
-    cast = {name: w if w.ndim == 1 else w.astype(numerics.compute) for name, w in params.items()}
-    cast["model.embed_tokens.weight"] = params["model.embed_tokens.weight"]
-    head_VD = params["model.embed_tokens.weight" if model.tied else "lm_head.weight"].astype(numerics.compute)
+    S = T + steps
+    kv_heads, size = model.kv_heads or model.heads, model.width // model.heads
+    # Everything is cast and stacked once, outside the loop. Blocks are scanned, not unrolled: a sample should not wait
+    # for the compiler. The embedding is cast after its lookup, as in training.
+    embedding_VD = params["model.embed_tokens.weight"]
+    head_VD = (embedding_VD if model.tied else params["lm_head.weight"]).astype(numerics.compute)
+    first = "model.layers.0."
+    blocks = {}
+    for name in (name.removeprefix(first) for name in params if name.startswith(first)):
+        stacked = jnp.stack([params[f"model.layers.{layer}.{name}"] for layer in range(model.layers)])
+        blocks[name] = stacked if name.endswith("norm.weight") else stacked.astype(numerics.compute)
     cos_Sc, sin_Sc = ops.rope_tables(model, np.arange(S), jnp.promote_types(numerics.compute, jnp.float32))
 
-    def choose(h_BD, step):
-        logits_BV = ops.plain_dense(h_BD, head_VD)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), jnp.arange(B))
-        return choose_ids(logits_BV, keys, temperature, top_k)
+    def forward(tokens_BT, rope, cache, position):
+        """Hidden state of the last token [B, D], and the cache with these tokens from `position` on."""
+        x = ops.embed(embedding_VD, tokens_BT, numerics.residual)
+        x, new = jax.lax.scan(functools.partial(_block, model, numerics, rope, position), x, (blocks, cache))
+        cache = tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, update, 0 if position is None else position, axis=2)
+            for old, update in zip(cache, new, strict=True)
+        )
+        return ops.rms_norm(x[:, -1], params["model.norm.weight"], model.norm_eps, numerics.compute), cache
 
     def decode(carry, step):
-        cache, id_B = carry
-        position = T + step - 1
+        h_BD, cache = carry
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, step), jnp.arange(B))
+        id_B = choose_ids(ops.plain_dense(h_BD, head_VD), keys, temperature, top_k)
+        position = T + step
         rope = tuple(jax.lax.dynamic_slice_in_dim(table, position, 1) for table in (cos_Sc, sin_Sc))
-        h_BTD, cache = _forward(model, numerics, cast, id_B[:, None], rope, cache, position)
-        id_B = choose(h_BTD[:, 0], step)
-        return (cache, id_B), id_B
+        return forward(id_B[:, None], rope, cache, position), id_B
 
-    kv_heads, size = model.kv_heads or model.heads, model.width // model.heads
-    empty = jnp.zeros((B, S, kv_heads, size), numerics.compute)
-    cache = tuple((empty, empty) for _ in range(model.layers))
-    h_BTD, cache = _forward(model, numerics, cast, prompt_BT, (cos_Sc[:T], sin_Sc[:T]), cache, None)
-    first_B = choose(h_BTD[:, -1], 0)
-    _, rest_SB = jax.lax.scan(decode, (cache, first_B), jnp.arange(1, steps))
-    return jnp.concatenate([first_B[None], rest_SB]).T
+    empty = jnp.zeros((model.layers, B, S, kv_heads, size), numerics.compute)
+    start = forward(prompt_BT, (cos_Sc[:T], sin_Sc[:T]), (empty, empty), None)
+    _, new_SB = jax.lax.scan(decode, start, jnp.arange(steps))
+    return new_SB.T
 
 
-def _forward(
+def _block(
     model: Any,
     numerics: Numerics,
-    params: dict[str, jax.Array],
-    tokens_BT: jax.Array,
-    rope: tuple[jax.Array, ...],
-    cache: Cache,
+    rope: tuple[jax.Array, jax.Array],
     position: jax.Array | None,
-) -> tuple[jax.Array, Cache]:
-    """Final hidden states [B, T, D] and the cache with the keys and values of these tokens.
+    x_BTD: jax.Array,
+    layer: tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One decoder block over (its weights, its cache) -> residual stream, keys and values [B, T, K, d] of the tokens.
 
-    position None: the prompt, at the start of an empty cache. Otherwise one token at that position, which sees the
-    cache up to itself.
+    position None: the tokens are the whole prompt. Otherwise one token there, which sees the cache before it.
     """
-    B, T = tokens_BT.shape
+    weights, (k_cache, v_cache) = layer
+    B, T = x_BTD.shape[:2]
     H, K, d = model.heads, model.kv_heads or model.heads, model.width // model.heads
-    start = 0 if position is None else position
-    filled = []
-    x = ops.embed(params["model.embed_tokens.weight"], tokens_BT, numerics.residual)
-    for layer, (k_cache, v_cache) in enumerate(cache):
 
-        def weight(name: str, block: str = f"model.layers.{layer}.") -> jax.Array:
-            return params[f"{block}{name}.weight"]
+    def dense(x: jax.Array, name: str) -> jax.Array:
+        return ops.plain_dense(x, weights[f"{name}_proj.weight"])
 
-        h = ops.rms_norm(x, weight("input_layernorm"), model.norm_eps, numerics.compute)
-        q = ops.rope(ops.plain_dense(h, weight("self_attn.q_proj")).reshape(B, T, H, d), *rope)
-        k = ops.rope(ops.plain_dense(h, weight("self_attn.k_proj")).reshape(B, T, K, d), *rope)
-        v = ops.plain_dense(h, weight("self_attn.v_proj")).reshape(B, T, K, d)
-        k_cache = jax.lax.dynamic_update_slice_in_dim(k_cache, k, start, axis=1)
-        v_cache = jax.lax.dynamic_update_slice_in_dim(v_cache, v, start, axis=1)
-        filled.append((k_cache, v_cache))
-        if position is None:
-            y = ops.attention(numerics.attention)(q, k, v)
-        else:
-            y = cached_attention(q[:, 0], k_cache, v_cache, position)[:, None]
-        x = x + ops.plain_dense(y.reshape(B, T, H * d), weight("self_attn.o_proj")).astype(x.dtype)
-        h = ops.rms_norm(x, weight("post_attention_layernorm"), model.norm_eps, numerics.compute)
-        gated = ops.swiglu(ops.plain_dense(h, weight("mlp.gate_proj")), ops.plain_dense(h, weight("mlp.up_proj")))
-        x = x + ops.plain_dense(gated, weight("mlp.down_proj")).astype(x.dtype)
-    return ops.rms_norm(x, params["model.norm.weight"], model.norm_eps, numerics.compute), tuple(filled)
+    h = ops.rms_norm(x_BTD, weights["input_layernorm.weight"], model.norm_eps, numerics.compute)
+    q = ops.rope(dense(h, "self_attn.q").reshape(B, T, H, d), *rope)
+    k = ops.rope(dense(h, "self_attn.k").reshape(B, T, K, d), *rope)
+    v = dense(h, "self_attn.v").reshape(B, T, K, d)
+    if position is None:
+        y = ops.attention(numerics.attention)(q, k, v)
+    else:
+        k_cache = jax.lax.dynamic_update_slice_in_dim(k_cache, k, position, axis=1)
+        v_cache = jax.lax.dynamic_update_slice_in_dim(v_cache, v, position, axis=1)
+        y = cached_attention(q[:, 0], k_cache, v_cache, position)
+    x_BTD = x_BTD + dense(y.reshape(B, T, H * d), "self_attn.o").astype(x_BTD.dtype)
+    h = ops.rms_norm(x_BTD, weights["post_attention_layernorm.weight"], model.norm_eps, numerics.compute)
+    gated = ops.swiglu(dense(h, "mlp.gate"), dense(h, "mlp.up"))
+    return x_BTD + dense(gated, "mlp.down").astype(x_BTD.dtype), (k, v)
 
 
 def cached_attention(q_BHd: jax.Array, k_BSKd: jax.Array, v_BSKd: jax.Array, position: jax.Array) -> jax.Array:
