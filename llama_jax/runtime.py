@@ -59,8 +59,9 @@ def prepare(config: Any) -> None:
         jax.config.update("jax_platforms", "cpu")
     try:
         platform = jax.devices()[0].platform
-    except RuntimeError as error:
-        raise DeviceError(f"JAX finds no device: {' '.join(str(error).split())}") from error
+    except (RuntimeError, AssertionError) as error:  # JAX asserts when JAX_PLATFORMS names only what it lacks
+        reason = " ".join(str(error).split()) or f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS')}"
+        raise DeviceError(f"JAX {jax.__version__} finds no device: {reason}") from error
     if runtime.device not in ("auto", platform):
         raise DeviceError(
             f"runtime.device = {runtime.device}, but JAX {jax.__version__} sees only {platform}: "
