@@ -1,7 +1,7 @@
 """Validation loss of a run, an export or a Hugging Face folder; one JSON line on standard output.
 
 python -m llama_jax.evaluate --run=runs/c4_20m [--update=U] [--data=data/c4] [--split=validation|subset]
-python -m llama_jax.evaluate --model=HUGGING_FACE_FOLDER --data=data/c4 [--context=1024]
+python -m llama_jax.evaluate --model=HUGGING_FACE_FOLDER --data=data/c4 [--context=T]
 """
 
 import argparse
@@ -18,7 +18,7 @@ from llama_jax import arena, checkpoint, data, hf, run_folder, runtime
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
-from llama_jax.errors import ConfigError, run_command
+from llama_jax.errors import ConfigError, DataError, run_command
 
 
 def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Array, int]:
@@ -32,9 +32,13 @@ def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Arra
     return config, validations.mean_row(found.arrays["params"]), found.update
 
 
-def load_model(folder: str | Path, context: int) -> tuple[Any, jax.Array]:
-    """(config, parameter row [P]) of a Hugging Face Llama folder; the other fields of the config are defaults."""
+def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax.Array]:
+    """(config, parameter row [P]) of a Hugging Face Llama folder; the other fields of the config are defaults.
+
+    context: targets of a sequence; None: the model's own, at most 1024.
+    """
     fields, params = hf.load_folder(folder)
+    context = context or min(fields["context"], 1024)
     config = configs.default()
     # Only the model matters for an evaluation; a budget of one update satisfies the checks of the other fields.
     settings = {
@@ -47,14 +51,13 @@ def load_model(folder: str | Path, context: int) -> tuple[Any, jax.Array]:
         "lr_schedule.warmup_steps": 0,
     }
     for name, value in settings.items():
-        configs.setfind(config, name, value)
+        configs.set_field(config, name, value)
     config = configs.finalize(config)
     return config, jax.numpy.asarray(arena.to_row(params, arena.make_layout(config.model)))
 
 
-def evaluate(config: Any, row_P: jax.Array, split: str) -> dict[str, Any]:
-    """Loss of a parameter row on the whole validation split or the fixed subset of the config's data."""
-    source = data.open_source(config)
+def evaluate(config: Any, source: data.Source, row_P: jax.Array, split: str) -> dict[str, Any]:
+    """Loss of a parameter row on the whole validation split or the fixed subset of a source."""
     numerics, resolved = runtime.resolve(config)
     evaluator = validations.make_evaluator(config, numerics, steps.make_mesh(1, config.runtime.mesh_data))
     indices = np.arange(source.validation_sequences)
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--update", type=int, help="checkpoint of the run; default the newest")
     parser.add_argument("--data", help="token cache; default the one of the run")
     parser.add_argument("--split", choices=("validation", "subset"), default="validation")
-    parser.add_argument("--context", type=int, default=1024, help="targets of a sequence, with --model")
+    parser.add_argument("--context", type=int, help="with --model: targets a sequence; default its own, at most 1024")
     parser.add_argument("--batch", type=int, help="sequences of one forward pass")
     parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
     options = parser.parse_args(arguments)
@@ -94,16 +97,30 @@ def main(arguments: Sequence[str]) -> int:
         if options.model and not options.data:
             raise ConfigError("--model needs --data=CACHE, a cache made with the model's tokenizer")
         if options.run:
-            config = configs.from_dict(run_folder.read_run(options.run)["config"])
+            stored = run_folder.read_run(options.run)
+            config = configs.from_dict(stored["config"])
             runtime.prepare(config)
             config, row_P, update = load_run(options.run, options.update)
         else:
+            runtime.prepare(configs.default())
             config, row_P = load_model(options.model, options.context)
-            update = None
-        for field, value in (("data.path", options.data), ("evaluation.batch_sequences", options.batch)):
-            if value is not None:
-                configs.setfind(config, field, value)
-        found = evaluate(configs.finalize(config), row_P, options.split)
+            stored, update = None, None
+        # On one device, whatever the run had.
+        settings: dict[str, Any] = {"runtime.mesh_worker": 1, "runtime.mesh_data": 1}
+        if options.data is not None:
+            settings |= {"data.source": "cache", "data.path": options.data}
+        if options.batch is not None:
+            settings |= {"evaluation.batch_sequences": options.batch}
+        for field, value in settings.items():
+            configs.set_field(config, field, value)
+        config = configs.finalize(config)
+        source = data.open_source(config)
+        if stored and options.data is None and source.fingerprint != stored["data"]["tokens"]:
+            raise DataError(
+                f"{config.data.path} is not the data that {options.run} was trained on; restore it, or name it with "
+                "--data to evaluate on it all the same"
+            )
+        found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
     return run_command(command, options.debug)
