@@ -1,0 +1,236 @@
+"""Device set-up: what `auto` becomes, what is refused and why, and runs under other execution settings."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import harness
+import jax
+import numpy as np
+import pytest
+from harness import tiny
+
+from llama_jax import runtime
+from llama_jax.errors import ConfigError, DeviceError
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Variables that prepare() may set, restored afterwards."""
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+# What auto becomes.
+
+
+def test_auto_on_a_cpu():
+    numerics, resolved = runtime.resolve(tiny())
+    assert resolved == {
+        "compute_dtype": "float32",
+        "residual_dtype": "float32",
+        "attention": "xla",
+        "head": "chunked",
+    }
+    assert (numerics.compute, numerics.residual) == (np.float32, np.float32)
+    assert (numerics.attention, numerics.head) == ("xla", "chunked")
+    assert (numerics.remat, numerics.scan_layers, numerics.head_chunk_rows) == (False, False, 32768)
+
+
+def test_what_is_asked_for_is_taken():
+    config = tiny(
+        model__compute_dtype="bfloat16",
+        model__residual_dtype="float32",
+        model__attention="reference",
+        model__head="plain",
+        model__head_chunk_rows=7,
+        model__remat=True,
+        model__scan_layers=True,
+    )
+    numerics, resolved = runtime.resolve(config)
+    assert resolved == {
+        "compute_dtype": "bfloat16",
+        "residual_dtype": "float32",
+        "attention": "reference",
+        "head": "plain",
+    }
+    assert (numerics.remat, numerics.scan_layers, numerics.head_chunk_rows) == (True, True, 7)
+    assert runtime.resolve(tiny(model__compute_dtype="bfloat16"))[1]["residual_dtype"] == "bfloat16"
+
+
+def test_deterministic_takes_the_plain_twins():
+    assert runtime.resolve(tiny(runtime__deterministic=True))[1] == {
+        "compute_dtype": "float32",
+        "residual_dtype": "float32",
+        "attention": "reference",
+        "head": "plain",
+    }
+
+
+def gpu(capability="9.0", version="CUDA 13000"):
+    return SimpleNamespace(
+        platform="gpu",
+        device_kind="Test GPU",
+        compute_capability=capability,
+        client=SimpleNamespace(platform_version=version),
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "head_size", "reason"),
+    [
+        (gpu(), "bfloat16", 64, None),
+        (gpu(), "bfloat16", 256, None),
+        (gpu("10.0"), "bfloat16", 256, None),
+        (gpu("8.0"), "bfloat16", 128, None),
+        (gpu("8.0"), "bfloat16", 256, "head size 256 isn't a multiple of 8 up to 128"),
+        (gpu(), "bfloat16", 264, "head size 264 isn't a multiple of 8 up to 256"),
+        (gpu(), "bfloat16", 20, "head size 20 isn't a multiple of 8"),
+        (gpu(), "float32", 64, "model.compute_dtype is float32, bfloat16 is needed"),
+        (gpu("7.5"), "bfloat16", 64, "has compute capability 7.5, 8.0 is needed"),
+        (gpu(version="rocm 7"), "bfloat16", 64, "not an NVIDIA GPU"),
+        (None, "bfloat16", 64, "not an NVIDIA GPU"),
+    ],
+)
+def test_when_cudnn_attention_can_run(device, compute, head_size, reason):
+    found = runtime._cudnn_obstacle(device or jax.devices()[0], compute, head_size)
+    assert (found is None) == (reason is None) and (reason or "") in (found or "")
+
+
+def test_auto_on_a_gpu_takes_cudnn_only_where_it_runs(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    assert runtime.resolve(tiny())[1] == {
+        "compute_dtype": "bfloat16",
+        "residual_dtype": "bfloat16",
+        "attention": "cudnn",
+        "head": "chunked",
+    }
+    assert runtime.resolve(tiny(model__compute_dtype="float32"))[1]["attention"] == "xla"
+    assert runtime.resolve(tiny(model__attention="xla"))[1]["attention"] == "xla"
+
+
+# Refusals.
+
+
+def test_a_requested_attention_that_cannot_run_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.attention = cudnn can't run here: the device is .*, not an NVIDIA"):
+        harness.run(tiny(model__attention="cudnn"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mesh_larger_than_the_devices_is_an_error():
+    count = len(jax.devices())
+    config = tiny(runtime__mesh_data=16)
+    assert count < 16
+    with pytest.raises(ConfigError, match=rf"runtime.mesh_worker x runtime.mesh_data = 16, but there are {count} dev"):
+        runtime.resolve(config)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_another_platform_than_the_required_one_is_an_error(platform, environment):
+    with pytest.raises(DeviceError, match=f"runtime.device = {platform}, but JAX .* sees only cpu: install") as caught:
+        runtime.prepare(tiny(runtime__device=platform))
+    assert caught.value.exit_code == 6
+    runtime.prepare(tiny(runtime__device="cpu"))
+
+
+def test_determinism_must_come_before_the_backend(environment):
+    jax.devices()
+    with pytest.raises(ConfigError, match=r"runtime\.deterministic = True must be set before"):
+        runtime.prepare(tiny(runtime__deterministic=True))
+    assert "XLA_FLAGS" not in os.environ
+    environment.setenv("XLA_FLAGS", runtime.DETERMINISTIC_FLAGS)
+    runtime.prepare(tiny(runtime__deterministic=True))  # they were there in time
+
+
+def test_memory_fraction_leaves_a_set_variable_alone(environment):
+    runtime.prepare(tiny(runtime__memory_fraction=0.5))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+    runtime.prepare(tiny(runtime__memory_fraction=0.7))
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+def test_the_compile_cache_is_made_or_done_without(environment, tmp_path, capsys):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        runtime.prepare(tiny())
+        assert jax.config.jax_compilation_cache_dir == before  # a CPU compiles without one unless asked
+        (tmp_path / "file").touch()
+        runtime.prepare(tiny(runtime__compile_cache=str(tmp_path / "file")))
+        assert "Not a directory; compiling without a cache" in capsys.readouterr().err
+        assert jax.config.jax_compilation_cache_dir == before
+        runtime.prepare(tiny(runtime__compile_cache=str(tmp_path / "cache")))
+        (folder,) = (tmp_path / "cache").iterdir()
+        assert jax.config.jax_compilation_cache_dir == str(folder) and jax.__version__ in folder.name
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+# Real runs.
+
+
+def test_without_jit_a_run_is_the_same_to_rounding(tmp_path):
+    # One update and one batch: operation by operation, each of them compiles some 400 programs.
+    changes = {"training.total_targets": 256, "lr_schedule.warmup_steps": 0, "lr_schedule.name": "constant"}
+    changes |= {"evaluation.batch_sequences": 32, "evaluation.full_at_end": False}
+    for name, jit in (("slow", False), ("fast", True)):
+        harness.run(tiny(changes, runtime__jit=jit), tmp_path / name)
+    slow, fast = (np.frombuffer(harness.arrays(tmp_path / name)["params"], np.float32) for name in ("slow", "fast"))
+    assert np.abs(slow).max() > 0.05
+    np.testing.assert_allclose(slow, fast, rtol=1e-4, atol=2e-6)
+    for a, b in zip(harness.lines(tmp_path / "slow"), harness.lines(tmp_path / "fast"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    return harness.Commands(tmp_path_factory.mktemp("commands"))
+
+
+def test_a_deterministic_run_and_a_missing_platform(commands, tmp_path):
+    config = tiny(runtime__deterministic=True, training__total_targets=1000)
+    process = commands.start_train(config, tmp_path / "run", XLA_FLAGS="--xla_cpu_enable_fast_math=false")
+    missing = commands.train(tiny(), tmp_path / "none", JAX_PLATFORMS="cuda")
+    ended = commands.end(process)
+    assert (ended.code, ended.err) == (0, "") and "attention reference, head plain" in ended.out
+    stored = harness.strict((tmp_path / "run/environment.json").read_text())["starts"][0]
+    flags = stored["variables"]["XLA_FLAGS"]
+    assert flags == f"--xla_cpu_enable_fast_math=false {runtime.DETERMINISTIC_FLAGS}"
+    assert missing.code == 6 and not (tmp_path / "none").exists()
+    assert missing.err.startswith(f"error: JAX {jax.__version__} finds no device: ") and missing.err.count("\n") == 1
+
+
+WATCH = """
+import os, signal, sys, threading, time
+from llama_jax import runtime
+stop = runtime.watch_signals()
+assert stop() is None
+threading.Thread(target=lambda: time.sleep(60), daemon=True).start()  # a later thread must not catch them
+for number in map(int, sys.argv[1:]):
+    os.kill(os.getpid(), number)
+    for _ in range(500):
+        if stop() is not None:
+            break
+        time.sleep(0.01)
+    print(type(stop()).__name__, stop(), flush=True)
+    assert "jax" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code", "text"),
+    [
+        ([signal.SIGTERM], 0, "Preempted SIGTERM\n"),
+        ([signal.SIGUSR1], 0, "Preempted SIGUSR1\n"),
+        ([signal.SIGINT], 0, "Interrupted SIGINT\n"),
+        ([signal.SIGHUP], -signal.SIGHUP, ""),
+    ],
+)
+def test_signals_become_a_question(numbers, code, text):
+    words = [sys.executable, "-c", WATCH, *(str(int(number)) for number in numbers)]
+    ended = subprocess.run(words, cwd=harness.ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, text, "")
