@@ -129,7 +129,9 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         out_specs=(STATE_SPEC, METRICS_SPEC),
         check_vma=False,
     )
-    return jax.jit(sharded, donate_argnums=0)
+    # The results keep the shardings of the inputs, so that the second update finds the program of the first.
+    placed = shardings(mesh, (STATE_SPEC, METRICS_SPEC))
+    return jax.jit(sharded, donate_argnums=0, out_shardings=placed)
 
 
 def make_batch(rows: np.ndarray, workers: int, accumulation: int, microbatch: int) -> Batch:
