@@ -168,16 +168,16 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def find_folder(path: PathLike) -> Path:
-    """The Hugging Face folder that `path` names: `path`/export of a run, or itself. ConfigError when there is none."""
+    """The Hugging Face folder that `path` names: exports/final of a run, or itself. ConfigError when there is none."""
     path = Path(path)
-    for folder in (path / "export", path):
+    for folder in (path / "exports" / "final", path):
         if (folder / "config.json").is_file() and "model_type" in read_config(folder):
             return folder
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
     exports = sorted(found.parent for found in path.glob("exports/*/config.json"))
     hint = f"; name one of its exports, such as {exports[-1]}" if exports else ""
-    raise ConfigError(f"{path} is neither a Hugging Face folder nor a run with an export{hint}")
+    raise ConfigError(f"{path} is neither a Hugging Face folder nor a run with exports/final{hint}")
 
 
 def read_config(directory: PathLike) -> dict[str, Any]:

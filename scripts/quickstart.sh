@@ -55,7 +55,7 @@ step 4 "Evaluation: the whole validation split"
 "$python" scripts/unigram.py "$run" "$data"
 
 step 5 "Samples: $run/samples.txt"
-"$python" -m llama_jax.generate --model="$run/exports/final" --prompt="The people of the United States" | tee "$run/samples.txt"
+"$python" -m llama_jax.generate --model="$run" --prompt="The people of the United States" | tee "$run/samples.txt"
 
 step 6 "Report"
 "$python" scripts/report.py "$run"

@@ -218,8 +218,8 @@ def bpe_folder(tmp_path):
 
 def test_command_prints_what_sample_gives(tmp_path, capsys):
     bpe, section, params, folder = bpe_folder(tmp_path)
-    (tmp_path / "run").mkdir()
-    folder.rename(tmp_path / "run" / "export")
+    (tmp_path / "run" / "exports").mkdir(parents=True)
+    folder.rename(tmp_path / "run" / "exports" / "final")
     (tmp_path / "run" / "config.json").write_text('{"program": "llama_jax"}')
     prompt = [0, *bpe.encode("the cat").ids]
     words = ["--prompt=the cat", "--tokens=9", "--temperature=0.9", "--top_k=20", "--seed=5", "--samples=2"]

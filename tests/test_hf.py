@@ -640,12 +640,12 @@ def test_find_folder(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text('{"program": "llama_jax", "config": {}}')
-    with pytest.raises(ConfigError, match=r"neither a Hugging Face folder nor a run with an export$"):
+    with pytest.raises(ConfigError, match=r"neither a Hugging Face folder nor a run with exports/final$"):
         hf.find_folder(run)
     _, _, step = make(run / "exports", name="epoch-1")
     with pytest.raises(ConfigError, match=r"name one of its exports, such as .*epoch-1"):
         hf.find_folder(run)
-    _, _, folder = make(run)
+    _, _, folder = make(run / "exports", name="final")
     assert hf.find_folder(run) == hf.find_folder(folder) == folder
     assert hf.find_folder(step) == step
     with pytest.raises(ConfigError, match="is not a directory"):
