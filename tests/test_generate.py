@@ -233,7 +233,7 @@ def test_command_prints_what_sample_gives(tmp_path, capsys):
         f"--- sample {number} of 2\n{bpe.decode(prompt[1:] + row)}\n" for number, row in enumerate(new.tolist(), 1)
     )
     assert printed == expected and "the cat" in printed
-    generate.run([f"--model={tmp_path / 'run' / 'export'}", *words])
+    generate.run([f"--model={tmp_path / 'run' / 'exports' / 'final'}", *words])
     assert capsys.readouterr().out == printed
 
 
