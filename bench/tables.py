@@ -1,0 +1,99 @@
+"""Writes the measured tables of README.md from the records in bench/results; --check only compares.
+
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME is the function here that makes it.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_jax.files import read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _run_row(name: str, run: dict[str, Any]) -> list[str]:
+    return [
+        name,
+        f"{run['targets']:,}",
+        f"{run['validation_loss']:.4f}",
+        f"{run['bits_per_byte']:.4f}",
+        f"{run['targets_per_s'] / 1e6:.2f} M",
+        f"{run['mfu']:.1%}",
+        f"{run['peak_memory_bytes'] / 2**30:.1f} GiB",
+        f"{run['wall_s']:.0f} s",
+    ]
+
+
+RUN_HEAD = ["run", "targets", "validation, nats", "bits/byte", "targets/s", "MFU", "peak memory", "wall time"]
+
+
+def mini_20m() -> str:
+    """Two full runs of mini_20m on one device."""
+    record = read_json(RESULTS / "mini_20m_h200.json")
+    device, versions = record["environment"]["device"], record["environment"]["versions"]
+    rows = [
+        _run_row("unbroken", record["whole"]),
+        _run_row(f"stopped near update {record['stopped_near_update']}, continued", record["stopped_and_continued"]),
+    ]
+    return (
+        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. Largest difference of a training loss between "
+        f"the two runs {record['largest_loss_difference']:.4f}, of the validation loss "
+        f"{record['validation_loss_difference']:.4f} nats.\n\n" + _table(RUN_HEAD, rows)
+    )
+
+
+def c4_start() -> str:
+    """First updates of the C4 presets on one device."""
+    record = read_json(RESULTS / "c4_start_h200.json")
+    device = record["environment"]["device"]
+    rows = [
+        [
+            f"`{preset}`",
+            f"{record[preset]['unique_params']:,}",
+            f"{record[preset]['curve'][0][1]:.4f}",
+            f"{record[preset]['curve'][-1][1]:.4f}",
+            f"{record[preset]['peak_memory_bytes'] / 2**30:.1f} GiB",
+        ]
+        for preset in ("c4_20m", "c4_50m", "c4_90m")
+    ]
+    return (
+        f"Three updates of each C4 preset on files in C4's format, stopped and continued in between, evaluated, saved and "
+        f"verified on one {device['kind']}; `{record['command']}`.\n\n"
+        + _table(["preset", "parameters", "loss of update 1", "loss of update 3", "peak memory"], rows)
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"mini_20m": mini_20m, "c4_start": c4_start}
+
+
+def render(text: str) -> str:
+    """The text with every table made anew; KeyError for an unknown name."""
+    return PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 when README.md differs from the records")
+    options = parser.parse_args(arguments)
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = render(old)
+    if options.check:
+        return int(old != new)
+    path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
