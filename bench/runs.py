@@ -127,7 +127,8 @@ def main(arguments: Sequence[str]) -> None:
         record = {"mini": mini, "c4": c4}[options.what](options.data, work)
     finally:
         shutil.rmtree(work)
-    command = shlex.join(["python", "bench/runs.py", *arguments])
+    out = f"--out=bench/results/{Path(options.out).name}"  # where a record belongs, not where this machine put it
+    command = shlex.join(["python", "bench/runs.py", options.what, f"--data={options.data}", out])
     record = {"command": command, "commit": options.commit, "seconds": time.monotonic() - start, **record}
     write_json_atomic(options.out, record)
     for name, found in record.items():

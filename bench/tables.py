@@ -47,9 +47,9 @@ def mini_20m() -> str:
         _run_row(f"stopped near update {record['stopped_near_update']}, continued", record["stopped_and_continued"]),
     ]
     return (
-        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. Largest difference of a training loss between "
-        f"the two runs {record['largest_loss_difference']:.4f}, of the validation loss "
-        f"{record['validation_loss_difference']:.4f} nats.\n\n" + _table(RUN_HEAD, rows)
+        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the two runs differ by "
+        f"{record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
+        f"{record['largest_loss_difference']:.4f} (a spike in the warm-up).\n\n" + _table(RUN_HEAD, rows)
     )
 
 
@@ -68,8 +68,8 @@ def c4_start() -> str:
         for preset in ("c4_20m", "c4_50m", "c4_90m")
     ]
     return (
-        f"Three updates of each C4 preset on files in C4's format, stopped and continued in between, evaluated, saved and "
-        f"verified on one {device['kind']}; `{record['command']}`.\n\n"
+        f"Three updates of each C4 preset on files in C4's format, stopped and continued in between, evaluated, saved "
+        f"and verified on one {device['kind']}; `{record['command']}`.\n\n"
         + _table(["preset", "parameters", "loss of update 1", "loss of update 3", "peak memory"], rows)
     )
 

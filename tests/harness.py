@@ -53,7 +53,7 @@ def tiny(changes=None, **more):
     config = configs.default()
     given = {name.replace("__", "."): value for name, value in more.items()}
     for field, value in {**TINY, **(changes or {}), **given}.items():
-        configs.setfind(config, field, value)
+        configs.set_field(config, field, value)
     return configs.finalize(config)
 
 

@@ -16,7 +16,7 @@ import pytest
 from harness import ENDS, SEQUENCES, SIZES, StopAfter, tiny
 
 from llama_jax import build as builds
-from llama_jax import checkpoint, data, faults, integrity, train
+from llama_jax import checkpoint, data, faults, integrity, train, validation
 from llama_jax.errors import CheckpointError, ConfigError, DataError, Interrupted, NonFiniteError, Preempted
 
 ASKS = 19  # calls of `stop` in a tiny run: 7 updates, 3 evaluations of 2 batches and once after each, 3 batches
@@ -25,6 +25,17 @@ SAVING = {"training.recovery_minutes": 0.0}  # a recovery checkpoint after every
 
 class Crash(Exception):
     """Ends a run without a save."""
+
+
+def crash_at(k):
+    """A `stop` that crashes at its k-th call."""
+    calls = iter(range(1, k + 1))
+
+    def stop():
+        if next(calls) == k:
+            raise Crash
+
+    return stop
 
 
 @pytest.fixture(scope="module")
@@ -193,18 +204,33 @@ def test_resume_after_a_crash(k, unbroken, scenario, tmp_path):
     """A crash saves nothing: the run goes on from the last recovery checkpoint, over data in several passes."""
     name = "accumulation" if k % 2 else "cache"
     config = tiny(scenario[name] | SAVING | {"data.prefetch_groups": k % 3 % 2})
-
-    def stop(k=k):
-        stop.asked += 1
-        if stop.asked == k:
-            raise Crash
-
-    stop.asked = 0
     with pytest.raises(Crash):
-        harness.run(config, tmp_path, stop)
+        harness.run(config, tmp_path, crash_at(k))
     harness.run(config, tmp_path)
     assert harness.outcome(tmp_path) == harness.outcome(unbroken(name))
     assert harness.kept(tmp_path) == [(10, "final")]
+
+
+def test_an_evaluation_logged_before_a_crash_is_logged_once(unbroken, tmp_path):
+    """Stopped inside an evaluation, which the next process finishes and logs; then it crashes without a save."""
+    with pytest.raises(Preempted):
+        harness.run(tiny(), tmp_path, StopAfter(5))
+    assert harness.lines(tmp_path, "eval") == []
+    with pytest.raises(Crash):
+        harness.run(tiny(), tmp_path, crash_at(5))
+    assert [line["update"] for line in harness.lines(tmp_path, "eval")] == [4]
+    harness.run(tiny(), tmp_path)
+    assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
+
+
+def test_the_best_of_former_processes_stays_the_best(tmp_path):
+    config = tiny(optimizer__lr=1.0)  # so high that the loss rises
+    best = harness.run(config, tmp_path / "unbroken")["best"]
+    assert best["update"] < 10
+    with pytest.raises(Preempted):
+        harness.run(config, tmp_path / "run", StopAfter(14))
+    harness.run(config, tmp_path / "run")
+    assert harness.outcome(tmp_path / "run") == harness.outcome(tmp_path / "unbroken")
 
 
 @pytest.mark.parametrize("name", ["synthetic", "cache", "accumulation"])
@@ -472,6 +498,22 @@ def test_interval_checkpoints_survive_a_stop_at_their_update(tmp_path, unbroken)
     assert harness.arrays(tmp_path) == harness.arrays(unbroken("synthetic"))
 
 
+@pytest.mark.parametrize("point", ["export_weights:1", "export_before_rename:2", "after_manifest:1"])
+def test_an_interval_that_fails_is_complete_after_a_restart(point, fault, tmp_path, monkeypatch):
+    """Whatever fails in an interval's export or behind its save, the restart has both."""
+    changes = {"training.checkpoint_policy": "interval"}
+    fault(f"enospc@{point}")
+    if point == "after_manifest:1":  # the checkpoint is whole: training goes on
+        harness.run(tiny(changes), tmp_path)
+    else:
+        with pytest.raises(CheckpointError, match="export"):
+            harness.run(tiny(changes), tmp_path)
+        monkeypatch.delenv(faults.VARIABLE)
+        harness.run(tiny(changes), tmp_path)
+    assert harness.kept(tmp_path) == [(4, "interval"), (8, "interval"), (10, "final")]
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["final", "update-4", "update-8"]
+
+
 def test_policy_none_leaves_no_checkpoint_and_no_export(unbroken, tmp_path, capsys):
     config = tiny({"training.checkpoint_policy": "none"} | SAVING)
     result = harness.run(config, tmp_path)
@@ -531,6 +573,19 @@ def test_a_diverging_run_ends_with_a_non_finite_error(tmp_path):
     with pytest.raises(NonFiniteError, match=r"lower optimizer\.lr"):
         harness.run(config, tmp_path)
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_non_finite_evaluation_ends_the_run(tmp_path, unbroken):
+    def spy(config):
+        return harness.KEPT(config)._replace(evaluate=lambda row_P, rows: validation.Loss(math.nan, len(list(rows))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build", spy)
+        with pytest.raises(NonFiniteError, match="update 4: the loss on the subset split is not finite"):
+            train.run(tiny(), tmp_path)
+    assert not (tmp_path / "best.json").exists()
+    harness.run(tiny(), tmp_path)
+    assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
 
 
 # Threads and locks.
