@@ -47,8 +47,8 @@ def mini_20m() -> str:
         _run_row(f"stopped near update {record['stopped_near_update']}, continued", record["stopped_and_continued"]),
     ]
     return (
-        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the two runs differ by "
-        f"{record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
+        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the runs "
+        f"differ by {record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
         f"{record['largest_loss_difference']:.4f} (a spike in the warm-up).\n\n" + _table(RUN_HEAD, rows)
     )
 
