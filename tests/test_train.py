@@ -224,9 +224,9 @@ def test_an_evaluation_logged_before_a_crash_is_logged_once(unbroken, tmp_path):
 
 
 def test_the_best_of_former_processes_stays_the_best(tmp_path):
-    config = tiny(optimizer__lr=1.0)  # so high that the loss rises
+    config = tiny(optimizer__lr=1.0, lr_schedule__warmup_steps=8)  # so high that the loss rises
     best = harness.run(config, tmp_path / "unbroken")["best"]
-    assert best["update"] < 10
+    assert best["update"] == 4
     with pytest.raises(Preempted):
         harness.run(config, tmp_path / "run", StopAfter(14))
     harness.run(config, tmp_path / "run")
