@@ -5,7 +5,7 @@ from bench import tables
 
 def test_readme_is_made_from_the_records():
     readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-    assert set(name for _, name, _ in tables.PLACE.findall(readme)) == set(tables.TABLES)
+    assert {name for _, name, _ in tables.PLACE.findall(readme)} == set(tables.TABLES)
     assert tables.render(readme) == readme, "run python -m bench.tables"
 
 
