@@ -21,7 +21,7 @@ LAYERS = [
     ["hf_config"],
     ["kernels"],
     ["ops"],
-    ["model", "arena", "topology", "data"],
+    ["model", "arena", "topology", "consensus", "data"],
     ["loss", "optimizer", "runtime"],
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
