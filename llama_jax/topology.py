@@ -244,8 +244,12 @@ def mix(
             mixed_NP = (1 - gamma) * arena_NP + gamma * mean_P[None, :]
         else:
             count = len(exchange.peers)
-            peers_NP = functools.reduce(jnp.add, [receive(arena_NP, sources, axis) for sources in exchange.peers])
-            mixed_NP = (1 - gamma * (count / (count + 1))) * arena_NP + gamma / (count + 1) * peers_NP
+            received = [receive(arena_NP, sources, axis) for sources in exchange.peers]
+            total_NP = functools.reduce(jnp.add, received)
+            mixed_NP = (1 - gamma * (count / (count + 1))) * arena_NP + gamma / (count + 1) * total_NP
+            # Equal workers stay equal even where a compiler contracts the sums of two rows differently.
+            same_NP = functools.reduce(jnp.logical_and, [peer_NP == arena_NP for peer_NP in received])
+            mixed_NP = jnp.where(same_NP & (arena_NP != 0), arena_NP, mixed_NP)
         return jnp.where(gamma == 0, arena_NP, mixed_NP)  # 0 * NaN of a peer would be NaN
 
     branches = [functools.partial(average, exchange) for exchange in schedule.phases]
