@@ -55,6 +55,17 @@ def make_layout(model: Any) -> Layout:
     return Layout(tuple(slots), decayed, offset, -(-offset // ALIGNMENT) * ALIGNMENT)
 
 
+def blocks(layout: Layout) -> dict[str, tuple[int, int]]:
+    """(offset, size) of the embedding, each layer's matrices, an untied head, and all norm scales."""
+    found: dict[str, tuple[int, int]] = {}
+    for slot in layout.slots:
+        parts = slot.name.removeprefix("model.").split(".")
+        name = ".".join(parts[: 2 if parts[0] == "layers" else 1]) if slot.decay else "norm_scales"
+        offset, size = found.get(name, (slot.offset, 0))
+        found[name] = (offset, size + slot.size)
+    return found
+
+
 def views(arena_NP: jax.Array, layout: Layout) -> dict[str, jax.Array]:
     """The tensors of all rows, {name: [N, *shape]}. Differentiate with respect to these, not through the slices."""
     rows = arena_NP.shape[0]

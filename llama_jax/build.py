@@ -1,12 +1,14 @@
 """What a config needs on this device: the plan, the arena layout, the mesh, the compiled step and evaluation."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from llama_jax import arena, budget, model, runtime
+from llama_jax import arena, budget, model, optimizer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -24,6 +26,23 @@ class Built(NamedTuple):
     mesh: Mesh
     step: steps.Step
     evaluate: validations.Evaluator
+    measure: Callable[[steps.State], steps.Distances]
+
+    def mixing(self) -> Callable[[int], steps.Mixing]:
+        """A function from the zero-based update to its phase, gamma, and whether it is measured after it."""
+        config, adaptive = self.config, self.config.decentralized.adaptive
+        period, every = max(steps.make_schedule(config).period, 1), config.log.consensus_every
+        gamma_T = None
+        if adaptive.mode == "lr_power":
+            ends = itertools.accumulate(self.plan.sizes())
+            rates = [optimizer.learning_rate(config, end * config.model.context) for end in ends]
+            gamma_T = topology.gamma_table(rates, adaptive.start_frac, adaptive.p, adaptive.min_gamma)
+
+        def of(update: int) -> steps.Mixing:
+            gamma = 1.0 if gamma_T is None else gamma_T[update]
+            return steps.Mixing(np.int32(update % period), np.float32(gamma), np.bool_((update + 1) % every == 0))
+
+        return of
 
     def initial_state(self) -> steps.State:
         """The state before the first update."""
@@ -45,13 +64,15 @@ def build(config: Any) -> Built:
     """Everything of a finalized config but its data and its folder. Call runtime.prepare(config) first."""
     numerics, resolved = runtime.resolve(config)
     mesh = steps.make_mesh(config.runtime.mesh_worker, config.runtime.mesh_data)
+    layout = arena.make_layout(config.model)
     return Built(
         config,
         configs.make_plan(config),
-        arena.make_layout(config.model),
+        layout,
         numerics,
         resolved,
         mesh,
         steps.make_step(config, numerics, mesh),
         validations.make_evaluator(config, numerics, mesh),
+        steps.make_measure(layout, mesh),
     )

@@ -6,6 +6,7 @@ applies overrides and returns a finalized, locked ConfigDict whose `derived` par
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ def default() -> ConfigDict:
     """All fields with their defaults, as a locked ConfigDict (get_config() of a preset starts here)."""
     config = ConfigDict()
     for path, field in FIELDS.items():
-        section, _, key = path.rpartition(".")
-        if section and section not in config:
-            config[section] = ConfigDict()
-        holder = config[section] if section else config
+        *sections, key = path.split(".")
+        holder = config
+        for section in sections:
+            if section not in holder:
+                holder[section] = ConfigDict()
+            holder = holder[section]
         if field.kind is None:
             holder[key] = field.default
         else:  # optional: None and values of its type are both allowed
@@ -101,8 +104,10 @@ def set_field(config: ConfigDict, path: str, value: Any) -> None:
     if isinstance(value, str) and field.type is not str:
         value = from_text(path, field, value)
     value = checked(path, field, value)
-    section, _, key = path.rpartition(".")
-    holder = config[section] if section else config
+    *sections, key = path.split(".")
+    holder = config
+    for section in sections:
+        holder = holder[section]
     holder[key] = value
 
 
@@ -226,11 +231,15 @@ def _derive(config: ConfigDict) -> dict[str, int]:
         "runtime.mesh_worker",
         f"= {runtime.mesh_worker} must divide decentralized.workers = {workers}",
     )
+    multiple = training.sequence_multiple
+    near = sorted({multiple // workers * workers, -(-multiple // workers) * workers} - {0})
     require(
-        training.sequence_multiple % workers == 0,
+        multiple % workers == 0,
         "training.sequence_multiple",
-        f"= {training.sequence_multiple} must be a multiple of decentralized.workers = {workers}",
+        f"= {multiple} must be a multiple of decentralized.workers = {workers}, or a virtual epoch would end between "
+        f"the workers' sequences; the nearest: {' or '.join(map(str, near))}",
     )
+    _pattern(config.decentralized.adaptive.exclude)
     require(
         config.evaluation.batch_sequences % runtime.mesh_data == 0,
         "evaluation.batch_sequences",
@@ -269,6 +278,13 @@ def _derive(config: ConfigDict) -> dict[str, int]:
         "head_size": head,
         "kv_heads": kv_heads,
     }
+
+
+def _pattern(text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"decentralized.adaptive.exclude = {text!r} is no regular expression: {error}") from None
 
 
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -103,7 +103,26 @@ FIELDS: dict[str, Field] = {
         0.2, "(0, 1]", "wsd: fraction of the budget over which the rate falls linearly"
     ),
     # Workers trained together on one accelerator.
-    "decentralized.workers": Field(1, "[1, 1]", "model replicas"),
+    "decentralized.workers": Field(1, "[1, 1024]", "model replicas N; the budget is that of one"),
+    "decentralized.topology": Field(
+        "one_peer_exponential",
+        ("complete", "one_peer_ring", "one_peer_exponential", "mixed_radix", "disconnected"),
+        "who averages with whom at each update",
+    ),
+    "decentralized.pairing": Field(
+        "directed", ("directed", "reciprocal"), "one-peer topologies: receive from a peer, or exchange with it"
+    ),
+    "decentralized.scheme": Field(
+        "awc", ("awc", "atc"), "mix the parameters before (awc) or after (atc) the local AdamW"
+    ),
+    # Adaptive consensus: W' = gamma W + (1 - gamma) I. An experiment: the archived C4 runs show no gain from it.
+    "decentralized.adaptive.mode": Field("off", ("off", "lr_power"), "lr_power: gamma = (lr / largest active lr)^p"),
+    "decentralized.adaptive.start_frac": Field(0.5, "[0, 1]", "gamma is 1 before this fraction of the updates"),
+    "decentralized.adaptive.p": Field(1.0, "[0, 100]", "power of the learning-rate ratio"),
+    "decentralized.adaptive.min_gamma": Field(0.0, "[0, 1]", "floor of gamma"),
+    "decentralized.adaptive.exclude": Field(
+        "", None, "regular expression of tensor names that always mix with gamma 1"
+    ),
     # Data.
     "data.source": Field("cache", ("cache", "synthetic"), "a prepared token cache, or the built-in Markov language"),
     "data.path": Field("", None, "directory of the token cache", execution=True),
@@ -121,6 +140,7 @@ FIELDS: dict[str, Field] = {
     "log.every_updates": Field(
         20, "[1, 1000000]", "updates between writes of the metrics and progress lines", execution=True
     ),
+    "log.consensus_every": Field(50, "[1, 1000000]", "updates between consensus measurements", execution=True),
     "log.tensorboard": Field(False, None, "also write TensorBoard events", execution=True),
     "log.wandb": Field(False, None, "also log to Weights & Biases", execution=True),
     # Runtime.

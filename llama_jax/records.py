@@ -13,7 +13,7 @@ from llama_jax import validation as validations
 def train_line(
     update: int, epoch: int, targets: int, lr: float, found: steps.Metrics, rates: dict[str, float | None]
 ) -> dict[str, Any]:
-    """The metrics line of an update; loss in nats per target over all workers, lists where there are several."""
+    """The metrics line of an update: loss in nats per target over all workers, mean gradient norm and clip factor."""
     return {
         "kind": "train",
         "update": update,
@@ -21,9 +21,38 @@ def train_line(
         "targets": targets,
         "loss": float(np.asarray(found.loss_sum, np.float64).sum() / np.asarray(found.targets).sum()),
         "lr": lr,
-        "grad_norm": _scalar(found.grad_norm),
-        "clip": _scalar(found.clip),
+        "grad_norm": float(found.grad_norm.mean()),
+        "clip": float(found.clip.mean()),
         **rates,
+    }
+
+
+def packed_fields(
+    found: steps.Metrics, mixing: steps.Mixing, distances: steps.Distances | None, blocks: list[str]
+) -> dict[str, Any]:
+    """What a line says of several workers: lists per worker, phase, gamma, and where measured the consensus.
+
+    consensus_distance is mean_i |x_i - mean|^2, consensus_blocks its parts by the names in `blocks`.
+    """
+    fields: dict[str, Any] = {
+        "worker_loss": (np.asarray(found.loss_sum, np.float64) / np.asarray(found.targets)).tolist(),
+        "worker_grad_norm": np.asarray(found.grad_norm, np.float64).tolist(),
+        "worker_clip": np.asarray(found.clip, np.float64).tolist(),
+        "phase": int(mixing.phase),
+        "gamma": float(mixing.gamma),
+    }
+    if distances is None:
+        return fields
+    params = distances.params
+    return fields | {
+        "consensus_distance": float(params.distance),
+        "consensus_blocks": dict(zip(blocks, np.asarray(params.blocks_K, np.float64).tolist(), strict=True)),
+        "consensus_relative": float(params.relative),
+        "largest_coordinate_share": float(params.share),
+        "gradient_disagreement": float(found.disagreement),
+        "cosine_params": float(distances.cosine_params),
+        "cosine_mu": float(distances.cosine_mu),
+        "cosine_nu": float(distances.cosine_nu),
     }
 
 
@@ -95,7 +124,3 @@ def blame(update: int, position: int, size: int, found: steps.Metrics, loader: d
         f"update {update}: loss or gradient of worker {worker} is not finite and was not applied; it saw sequences "
         f"{sequences} (positions {position} to {end - 1} of the stream); lower optimizer.lr, or look at them"
     )
-
-
-def _scalar(values_N: np.ndarray) -> Any:
-    return float(values_N[0]) if values_N.size == 1 else [float(value) for value in values_N]

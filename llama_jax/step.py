@@ -1,9 +1,10 @@
-"""The one training step: gradients of N workers, clip, AdamW, and the guard against non-finite updates.
+"""The one training step: gradients of N workers, clip, mixing, AdamW, and the guard against non-finite updates.
 
 Letters: N workers, A microbatches of an update, B sequences of a microbatch, S = context + 1, P arena row length.
 The whole step is one shard_map over a mesh (worker, data); every collective of an update stands in this file.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from ml_collections import FrozenConfigDict
 
-from llama_jax import arena, loss, model, optimizer
+from llama_jax import arena, consensus, loss, model, optimizer, topology
 
 
 class State(NamedTuple):
@@ -32,10 +33,22 @@ class Batch(NamedTuple):
     rows: jax.Array
 
 
+class Mixing(NamedTuple):
+    """How an update mixes: phase of the schedule int32, gamma float32 in [0, 1], measure: gradient disagreement too."""
+
+    phase: Any
+    gamma: Any
+    measure: Any
+
+
+NO_MIXING = Mixing(np.int32(0), np.float32(1), np.bool_(False))  # of one worker
+
+
 class Metrics(NamedTuple):
     """What an update tells, per worker [N]: loss sum (nats), targets, gradient norm before the clip, clip factor.
 
-    ok: whether the update was applied.
+    ok: whether the update was applied. disagreement: mean_i |g_i - g|^2 / |g|^2 of the workers' mean gradients before
+    the clip where it was asked for, otherwise 0.
     """
 
     loss_sum: jax.Array
@@ -43,13 +56,15 @@ class Metrics(NamedTuple):
     grad_norm: jax.Array
     clip: jax.Array
     ok: jax.Array
+    disagreement: jax.Array
 
 
 STATE_SPEC = State(Spec("worker"), optimizer.Moments(Spec("worker"), Spec("worker"), Spec("worker")), Spec())
 BATCH_SPEC = Batch(Spec("worker", None, "data"), Spec("worker", None, "data"))
-METRICS_SPEC = Metrics(Spec("worker"), Spec("worker"), Spec("worker"), Spec("worker"), Spec())
+METRICS_SPEC = Metrics(Spec("worker"), Spec("worker"), Spec("worker"), Spec("worker"), Spec(), Spec())
+MIXING_SPEC = Mixing(Spec(), Spec(), Spec())
 
-Step = Callable[[State, Batch, jax.Array], tuple[State, Metrics]]
+Step = Callable[..., tuple[State, Metrics]]
 
 
 def make_mesh(worker: int, data: int) -> Mesh:
@@ -74,12 +89,16 @@ def init_state(row_P: np.ndarray, workers: int, mesh: Mesh) -> State:
 
 
 def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
-    """The compiled step of a finalized config: (state, batch, learning rates [N]) -> (state, metrics).
+    """The compiled step of a finalized config: (state, batch, learning rates [N], Mixing) -> (state, metrics).
 
     The state is donated. A worker's gradient is that of its own mean loss over its own valid targets; padding rows,
-    accumulation and short updates change it by rounding only.
+    accumulation and short updates change it by rounding only. Scheme awc mixes the parameters before the local AdamW,
+    whose gradients are those at the parameters before mixing, atc after it; the moments stay local. One worker mixes
+    nothing. Raises ConfigError where the topology can't be had.
     """
     layout = arena.make_layout(config.model)
+    schedule, excluded = make_schedule(config), excluded_ranges(config, layout)
+    mixes_first = config.decentralized.scheme == "awc"
     frozen = FrozenConfigDict(config.model)
     hyper, clip_norm = FrozenConfigDict(config.optimizer), config.optimizer.clip_norm
 
@@ -103,7 +122,7 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         zero = (jnp.zeros(params_NP.shape[0], params_NP.dtype), jnp.zeros_like(params_NP))
         return jax.lax.scan(accumulate, zero, parts)[0]
 
-    def update(state, batch, lr_N):
+    def update(state, batch, lr_N, mixing):
         context = batch.tokens.shape[-1] - 1
         losses_N, grads_NP = jax.lax.psum(gradients(state.params_NP, batch), "data")
         targets_N = jax.lax.psum(jnp.sum(batch.rows.astype(jnp.int32), axis=(1, 2)) * context, "data")
@@ -112,26 +131,76 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         clip_N = jnp.minimum(1.0, clip_norm / (norm_N + 1e-6)) if clip_norm else jnp.ones_like(norm_N)
         scaled_NP = grads_NP * (clip_N / count_N)[:, None]
 
+        def mix(params_NP):
+            return topology.mix(params_NP, schedule, mixing.phase, mixing.gamma, excluded)
+
+        params_NP = mix(state.params_NP) if mixes_first else state.params_NP
         params_NP, moments = optimizer.adamw(
-            hyper, layout.decayed, state.params_NP, scaled_NP, state.moments, lr_N.astype(grads_NP.dtype)
+            hyper, layout.decayed, params_NP, scaled_NP, state.moments, lr_N.astype(grads_NP.dtype)
         )
+        params_NP = params_NP if mixes_first else mix(params_NP)
+        disagreement = jnp.zeros((), grads_NP.dtype)
+        if config.decentralized.workers > 1:
+            disagreement = jax.lax.cond(
+                mixing.measure,
+                lambda: consensus.consensus_distance(grads_NP / count_N[:, None], axis="worker").relative,
+                lambda: disagreement,
+            )
         bad = jnp.sum(~(jnp.isfinite(losses_N) & jnp.isfinite(norm_N)), dtype=jnp.int32)
         ok = state.ok & (jax.lax.psum(bad, "worker") == 0)
         new = State(params_NP, moments, ok)
         kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, state)
-        return kept._replace(ok=ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok)
+        return kept._replace(ok=ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok, disagreement)
 
     # check_vma=False: replication is not tracked, so no collective is inserted beside the ones written above.
     sharded = jax.shard_map(
         update,
         mesh=mesh,
-        in_specs=(STATE_SPEC, BATCH_SPEC, Spec("worker")),
+        in_specs=(STATE_SPEC, BATCH_SPEC, Spec("worker"), MIXING_SPEC),
         out_specs=(STATE_SPEC, METRICS_SPEC),
         check_vma=False,
     )
     # The results keep the shardings of the inputs, so that the second update finds the program of the first.
     placed = shardings(mesh, (STATE_SPEC, METRICS_SPEC))
-    return jax.jit(sharded, donate_argnums=0, out_shardings=placed)
+
+    def step(state: State, batch: Batch, lr_N: jax.Array, mixing: Mixing = NO_MIXING) -> tuple[State, Metrics]:
+        return sharded(state, batch, lr_N, mixing)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=placed)
+
+
+class Distances(NamedTuple):
+    """Where the workers stand: consensus of the parameters, mean pairwise cosines of parameters and moments."""
+
+    params: consensus.Consensus
+    cosine_params: jax.Array
+    cosine_mu: jax.Array
+    cosine_nu: jax.Array
+
+
+def make_measure(layout: arena.Layout, mesh: Mesh) -> Callable[[State], Distances]:
+    """A compiled function that measures a state and changes nothing; blocks as in arena.blocks."""
+    ranges = tuple(arena.blocks(layout).values())
+
+    def measure(state: State) -> Distances:
+        arenas = (state.params_NP, state.moments.mu_NP, state.moments.nu_NP)
+        distance = consensus.consensus_distance(state.params_NP, ranges, axis="worker")
+        return Distances(distance, *(consensus.pairwise_cosine(arena_NP, axis="worker") for arena_NP in arenas))
+
+    return jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(STATE_SPEC,), out_specs=Spec(), check_vma=False))
+
+
+def make_schedule(config: Any) -> topology.Schedule:
+    """The mixing schedule of a finalized config. Raises ConfigError where the topology can't be had."""
+    decentralized = config.decentralized
+    return topology.make_schedule(decentralized.topology, decentralized.workers, decentralized.pairing)
+
+
+def excluded_ranges(config: Any, layout: arena.Layout) -> tuple[tuple[int, int], ...]:
+    """(offset, size) of the tensors that always mix with gamma 1."""
+    pattern = config.decentralized.adaptive.exclude
+    chosen = [slot for slot in layout.slots if pattern and re.search(pattern, slot.name)]
+    return tuple((slot.offset, slot.size) for slot in chosen)
 
 
 def make_batch(rows: np.ndarray, workers: int, accumulation: int, microbatch: int) -> Batch:

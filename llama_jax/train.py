@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax import checkpoint, data, describe, flops, integrity, metrics, optimizer, records, resume, run_folder
+from llama_jax import (
+    arena,
+    checkpoint,
+    data,
+    describe,
+    flops,
+    integrity,
+    metrics,
+    optimizer,
+    records,
+    resume,
+    run_folder,
+)
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -65,6 +77,17 @@ class _Update(NamedTuple):
     batch: steps.Batch
 
 
+class _Dispatched(NamedTuple):
+    """An update on its way: its one-based number, learning rate, and results on the device."""
+
+    number: int
+    update: _Update
+    lr: float
+    mixing: steps.Mixing
+    metrics: steps.Metrics
+    distances: steps.Distances | None
+
+
 class _Loop:
     """One process's part of a run."""
 
@@ -91,7 +114,8 @@ class _Loop:
             folder.path, config.log.tensorboard, config.log.wandb, config.name, configs.to_dict(config), self.at.update
         )
         self.last_save = time.monotonic()
-        self.unread: tuple[int, _Update, float, steps.Metrics] | None = None
+        self.unread: _Dispatched | None = None
+        self.mixing = built.mixing()
 
     def run(self) -> dict[str, Any]:
         fault_point("start")
@@ -124,11 +148,13 @@ class _Loop:
             end = update.position + update.size
             lr = optimizer.learning_rate(self.config, self._targets(end))
             lr_N = np.full(self.config.decentralized.workers, lr, np.float32)
-            self.state, measured = self.built.step(self.state, update.batch, lr_N)
+            mixing = self.mixing(self.at.update)
+            self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
+            distances = self.built.measure(self.state) if mixing.measure and lr_N.size > 1 else None
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
             self._read()  # the update before this one, so that the device never waits for the host
-            self.unread = (self.at.update, update, lr, measured)
+            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances)
             update = self._next_update()
             if not self.at.evaluated:
                 self._evaluate_epoch()
@@ -151,17 +177,20 @@ class _Loop:
         """Logs the dispatched update that has not been read yet, if any; waits until it is computed."""
         if self.unread is None:
             return
-        (number, update, lr, measured), self.unread = self.unread, None
-        found = jax.tree.map(np.asarray, measured)
+        sent, self.unread = self.unread, None
+        number, update = sent.number, sent.update
+        found = jax.tree.map(np.asarray, sent.metrics)
         self.meter.step(self._targets(update.size))
         line = records.train_line(
             number,
             self.plan.epoch(update.position) + 1,
             self._targets(update.position + update.size),
-            lr,
+            sent.lr,
             found,
             self.meter.rates(),
         )
+        if self.config.decentralized.workers > 1:
+            line |= records.packed_fields(found, sent.mixing, sent.distances, list(arena.blocks(self.built.layout)))
         self._write(line)
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:
@@ -185,6 +214,8 @@ class _Loop:
                 self.source.validation_sequences, evaluation.subset_sequences, evaluation.subset_seed
             )
             line = self._evaluate("subset", subset)
+            if self.config.decentralized.workers > 1:
+                line["local_loss"] = self._evaluate_workers(subset)
             final = {"subset": line}
             lines = [line]
             if last and evaluation.full_at_end:
@@ -212,8 +243,8 @@ class _Loop:
         if self.stop() and not last:
             self._save_and_stop()
 
-    def _evaluate(self, split: str, indices: np.ndarray) -> dict[str, Any]:
-        start = time.monotonic()
+    def _loss(self, row_P: jax.Array, split: str, indices: np.ndarray) -> validations.Loss:
+        """Loss of a parameter row on validation sequences; _Stopped when a signal arrives on the way."""
 
         def rows() -> Iterator[np.ndarray]:
             size = self.config.evaluation.batch_sequences
@@ -223,14 +254,26 @@ class _Loop:
                     raise _Stopped
                 yield part
 
-        found = self.built.evaluate(validations.mean_row(self.state.params_NP), rows())
+        found = self.built.evaluate(row_P, rows())
         if not math.isfinite(found.total):
             raise NonFiniteError(
                 f"update {self.at.update}: the loss on the {split} split is not finite; lower optimizer.lr"
             )
+        return found
+
+    def _evaluate(self, split: str, indices: np.ndarray) -> dict[str, Any]:
+        """The evaluation line of the mean model."""
+        start = time.monotonic()
+        found = self._loss(validations.mean_row(self.state.params_NP), split, indices)
         position, seconds = self.at.position, time.monotonic() - start
         epoch, targets = self.plan.epoch(position - 1) + 1, self._targets(position)
         return records.eval_line(self.at.update, epoch, targets, split, found, self.source, seconds)
+
+    def _evaluate_workers(self, indices: np.ndarray) -> dict[str, float]:
+        """Losses of the local models on the same sequences, in nats: mean, min, max."""
+        params_NP = self.state.params_NP
+        losses = [self._loss(params_NP[i], "subset", indices).mean for i in range(params_NP.shape[0])]
+        return {"mean": sum(losses) / len(losses), "min": min(losses), "max": max(losses)}
 
     def _end(self) -> dict[str, Any]:
         """Final save, export and result, in this order; each can be repeated after a crash."""
