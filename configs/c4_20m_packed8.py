@@ -2,8 +2,8 @@
 
     python -m llama_jax.main --config=configs/c4_20m_packed8.py --workdir=runs/c4_20m_packed8
 
-8 x 16 sequences x 1,024 = 131,072 targets an update. The optimizer settings are the best of the public eight-worker study
-of tiny-llm.
+8 x 16 sequences x 1,024 = 131,072 targets an update. The optimizer settings are the best of the public eight-worker
+study tiny-llm.
 """
 
 from llama_jax.config import default

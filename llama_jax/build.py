@@ -27,11 +27,12 @@ class Built(NamedTuple):
     step: steps.Step
     evaluate: validations.Evaluator
     measure: Callable[[steps.State], steps.Distances]
+    schedule: topology.Schedule
 
     def mixing(self) -> Callable[[int], steps.Mixing]:
         """A function from the zero-based update to its phase, gamma, and whether it is measured after it."""
         config, adaptive = self.config, self.config.decentralized.adaptive
-        period, every = max(steps.make_schedule(config).period, 1), config.log.consensus_every
+        period, every = self.schedule.period, config.log.consensus_every
         gamma_T = None
         if adaptive.mode == "lr_power":
             ends = itertools.accumulate(self.plan.sizes())
@@ -74,5 +75,6 @@ def build(config: Any) -> Built:
         mesh,
         steps.make_step(config, numerics, mesh),
         validations.make_evaluator(config, numerics, mesh),
-        steps.make_measure(layout, mesh),
+        steps.make_measure(config, mesh),
+        steps.make_schedule(config),
     )

@@ -1,13 +1,15 @@
 """What a run writes of an update, of an evaluation and of its end, as plain dictionaries for JSON."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 
-from llama_jax import data
+from llama_jax import arena, data
 from llama_jax import step as steps
 from llama_jax import validation as validations
+from llama_jax.build import Built
 
 
 def train_line(
@@ -27,28 +29,37 @@ def train_line(
     }
 
 
-def packed_fields(
-    found: steps.Metrics, mixing: steps.Mixing, distances: steps.Distances | None, blocks: list[str]
-) -> dict[str, Any]:
-    """What a line says of several workers: lists per worker, phase, gamma, and where measured the consensus.
-
-    consensus_distance is mean_i |x_i - mean|^2, consensus_blocks its parts by the names in `blocks`.
-    """
-    fields: dict[str, Any] = {
+def packed_fields(found: steps.Metrics, mixing: steps.Mixing) -> dict[str, Any]:
+    """What the line of an update says of several workers: lists per worker, phase and gamma."""
+    return {
         "worker_loss": (np.asarray(found.loss_sum, np.float64) / np.asarray(found.targets)).tolist(),
         "worker_grad_norm": np.asarray(found.grad_norm, np.float64).tolist(),
         "worker_clip": np.asarray(found.clip, np.float64).tolist(),
         "phase": int(mixing.phase),
         "gamma": float(mixing.gamma),
     }
-    if distances is None:
-        return fields
-    params = distances.params
-    return fields | {
+
+
+def consensus_fields(
+    built: Built, found: steps.Metrics, mixing: steps.Mixing, lr: float, distances: steps.Distances
+) -> dict[str, Any]:
+    """Where the workers stand after an update.
+
+    consensus_distance: mean_i |x_i - mean|^2 of the parameters, consensus_blocks its parts by block.
+    consensus_predicted: what it would settle at if the workers' updates were independent noise of their present size
+    (None where the topology leaves workers apart for good).
+    """
+    params, schedule = distances.params, built.schedule
+    noise = lr**2 * float(distances.direction) * schedule.workers / (schedule.workers - 1)
+    predicted = noise * schedule.stationary(built.config.decentralized.scheme, float(mixing.gamma))
+    blocks = np.asarray(params.blocks_K, np.float64).tolist()
+    return {
         "consensus_distance": float(params.distance),
-        "consensus_blocks": dict(zip(blocks, np.asarray(params.blocks_K, np.float64).tolist(), strict=True)),
+        "consensus_predicted": predicted if math.isfinite(predicted) else None,
+        "consensus_blocks": dict(zip(arena.blocks(built.layout), blocks, strict=True)),
         "consensus_relative": float(params.relative),
         "largest_coordinate_share": float(params.share),
+        "direction_disagreement": float(distances.direction),
         "gradient_disagreement": float(found.disagreement),
         "cosine_params": float(distances.cosine_params),
         "cosine_mu": float(distances.cosine_mu),

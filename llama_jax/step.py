@@ -170,22 +170,34 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
 
 
 class Distances(NamedTuple):
-    """Where the workers stand: consensus of the parameters, mean pairwise cosines of parameters and moments."""
+    """Where the workers stand: consensus of the parameters, mean pairwise cosines of parameters and moments.
+
+    direction: mean_i |u_i - u|^2 of the Adam directions u_i, which the learning rate scales to an update.
+    """
 
     params: consensus.Consensus
+    direction: jax.Array
     cosine_params: jax.Array
     cosine_mu: jax.Array
     cosine_nu: jax.Array
 
 
-def make_measure(layout: arena.Layout, mesh: Mesh) -> Callable[[State], Distances]:
-    """A compiled function that measures a state and changes nothing; blocks as in arena.blocks."""
-    ranges = tuple(arena.blocks(layout).values())
+def make_measure(config: Any, mesh: Mesh) -> Callable[[State], Distances]:
+    """A compiled function that measures a state after some update and changes nothing; blocks as in arena.blocks."""
+    ranges = tuple(arena.blocks(arena.make_layout(config.model)).values())
+    hyper = FrozenConfigDict(config.optimizer)
 
     def measure(state: State) -> Distances:
-        arenas = (state.params_NP, state.moments.mu_NP, state.moments.nu_NP)
-        distance = consensus.consensus_distance(state.params_NP, ranges, axis="worker")
-        return Distances(distance, *(consensus.pairwise_cosine(arena_NP, axis="worker") for arena_NP in arenas))
+        moments = state.moments
+        count_N = moments.count_N.astype(moments.mu_NP.dtype)[:, None]
+        mean_NP, square_NP = moments.mu_NP / (1 - hyper.beta1**count_N), moments.nu_NP / (1 - hyper.beta2**count_N)
+        direction_NP = mean_NP / (jnp.sqrt(square_NP) + hyper.eps)
+        arenas = (state.params_NP, moments.mu_NP, moments.nu_NP)
+        return Distances(
+            consensus.consensus_distance(state.params_NP, ranges, axis="worker"),
+            consensus.consensus_distance(direction_NP, axis="worker").distance,
+            *(consensus.pairwise_cosine(arena_NP, axis="worker") for arena_NP in arenas),
+        )
 
     return jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(STATE_SPEC,), out_specs=Spec(), check_vma=False))
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from llama_jax import (
-    arena,
     checkpoint,
     data,
     describe,
@@ -190,7 +189,9 @@ class _Loop:
             self.meter.rates(),
         )
         if self.config.decentralized.workers > 1:
-            line |= records.packed_fields(found, sent.mixing, sent.distances, list(arena.blocks(self.built.layout)))
+            line |= records.packed_fields(found, sent.mixing)
+        if sent.distances is not None:
+            line |= records.consensus_fields(self.built, found, sent.mixing, sent.lr, sent.distances)
         self._write(line)
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:

@@ -64,6 +64,9 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
         ("lr", "Learning rate", _lr),
         ("grad_norm", "Gradient norm", _grad_norm),
         ("throughput", "Throughput", _throughput),
+        ("workers", "Mean model and workers", _workers),
+        ("consensus", "Consensus distance", _consensus),
+        ("gamma", "Mixing strength", _gamma),
     ]
     drawings = []
     for name, title, plot in plans:
@@ -158,6 +161,43 @@ def _throughput(axes: Axes, runs: Sequence[Run]) -> str:
     axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.15)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     return "Targets per second of training, without evaluations and checkpoints."
+
+
+def _workers(axes: Axes, runs: Sequence[Run]) -> str:
+    for index, run in enumerate(runs):
+        lines = [line for line in run.evals if line.get("split") == "subset" and line.get("local_loss")]
+        if lines:
+            targets, colour = [line["targets"] for line in lines], look(index)["color"]
+            low, high = ([line["local_loss"][key] for line in lines] for key in ("min", "max"))
+            axes.fill_between(targets, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(targets, [line["local_loss"]["mean"] for line in lines], ":", color=colour, linewidth=1)
+            axes.plot(targets, [line["loss"] for line in lines], "o-", markersize=3, label=run.name, color=colour)
+    axes.set_ylabel("nats per target")
+    return "Validation subset: the mean model (solid), the local models' mean (dotted) and their range (band)."
+
+
+def _consensus(axes: Axes, runs: Sequence[Run]) -> str:
+    for index, run in enumerate(runs):
+        measured, predicted = run.series("consensus_distance"), run.series("consensus_predicted")
+        if len(measured):
+            axes.plot(measured.x, measured.y, label=run.name if len(runs) > 1 else "measured", **look(index))
+        if len(predicted):
+            style = look(index) | {"linestyle": (0, (4, 3)), "linewidth": 0.8}
+            axes.plot(predicted.x, predicted.y, label=None if len(runs) > 1 else "independent updates", **style)
+    if axes.has_data():
+        axes.set_yscale("log")
+    axes.set_ylabel("mean squared distance")
+    return (
+        "Mean squared distance of the workers from their mean; dashed: where it would settle if the workers' updates "
+        "were independent noise of their present size."
+    )
+
+
+def _gamma(axes: Axes, runs: Sequence[Run]) -> str:
+    _lines(axes, runs, "gamma")
+    axes.set_ylim(0, 1.05)
+    axes.set_ylabel("gamma")
+    return "Share of the topology's averaging that each update applies; the rest keeps the worker's own parameters."
 
 
 def _mark(axes: Axes, y: float, label: str) -> None:
