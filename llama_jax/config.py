@@ -240,6 +240,8 @@ def _derive(config: ConfigDict) -> dict[str, int]:
         f"the workers' sequences; the nearest: {' or '.join(map(str, near))}",
     )
     _pattern(config.decentralized.adaptive.exclude)
+    for name in ("lr", "beta1", "beta2", "weight_decay"):
+        per_worker(config, name)
     require(
         config.evaluation.batch_sequences % runtime.mesh_data == 0,
         "evaluation.batch_sequences",
@@ -278,6 +280,22 @@ def _derive(config: ConfigDict) -> dict[str, int]:
         "head_size": head,
         "kv_heads": kv_heads,
     }
+
+
+def per_worker(config: ConfigDict, name: str) -> list[float]:
+    """A hyperparameter of `optimizer` (lr, beta1, beta2, weight_decay) for each worker [N].
+
+    Raises ConfigError when decentralized.worker_NAME isn't N numbers in the range of optimizer.NAME.
+    """
+    workers, path = config.decentralized.workers, f"decentralized.worker_{name}"
+    text = config.decentralized[f"worker_{name}"]
+    if not text:
+        return [config.optimizer[name]] * workers
+    field = find(f"optimizer.{name}")
+    values = [checked(path, field, from_text(path, field, part.strip())) for part in text.split(",")]
+    if len(values) != workers:
+        raise ConfigError(f"{path} = {text!r} has {len(values)} numbers, decentralized.workers is {workers}")
+    return values
 
 
 def _pattern(text: str) -> None:

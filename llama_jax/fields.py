@@ -123,6 +123,17 @@ FIELDS: dict[str, Field] = {
     "decentralized.adaptive.exclude": Field(
         "", None, "regular expression of tensor names that always mix with gamma 1"
     ),
+    # Hyperparameters of each worker, N numbers separated by commas; empty: those of `optimizer`. With topology
+    # disconnected a packed run is a sweep.
+    "decentralized.worker_lr": Field("", None, "peak learning rate of each worker"),
+    "decentralized.worker_beta1": Field("", None, "beta1 of each worker"),
+    "decentralized.worker_beta2": Field("", None, "beta2 of each worker"),
+    "decentralized.worker_weight_decay": Field("", None, "weight decay of each worker"),
+    # Local steps with an outer optimizer (DiLoCo; FedAvg with outer_lr 1 and outer_momentum 0).
+    "decentralized.sync_every": Field(0, "[0, 1000000000]", "updates between outer steps on the mean; 0: none"),
+    "decentralized.outer_lr": Field(0.7, "(0, 10]", "learning rate of the outer step"),
+    "decentralized.outer_momentum": Field(0.9, "[0, 1)", "momentum of the outer step"),
+    "decentralized.outer_nesterov": Field(True, None, "Nesterov momentum in the outer step"),
     # Data.
     "data.source": Field("cache", ("cache", "synthetic"), "a prepared token cache, or the built-in Markov language"),
     "data.path": Field("", None, "directory of the token cache", execution=True),

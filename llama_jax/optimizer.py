@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import optax
 
 
-def learning_rate(config: Any, position: int) -> float:
-    """Learning rate of the update that ENDS at `position` targets, in FP64.
+def learning_rate(config: Any, position: int, peak: float | None = None) -> float:
+    """Learning rate of the update that ENDS at `position` targets, in FP64; peak: default optimizer.lr.
 
     Linear warm-up from 0 (so update 1 of w has peak / w), then cosine (Loshchilov and Hutter 2017), WSD (constant, then
     linear over the last `decay_fraction`) or constant; cosine and WSD end at min_lr_ratio times the peak.
     """
-    schedule, peak, total = config.lr_schedule, config.optimizer.lr, config.derived.total_targets
+    schedule, total = config.lr_schedule, config.derived.total_targets
+    peak = config.optimizer.lr if peak is None else peak
     if schedule.warmup_steps is not None:
         warmup = float(schedule.warmup_steps * config.training.batch_targets)
     else:
@@ -43,8 +44,17 @@ class Moments(NamedTuple):
     count_N: jax.Array
 
 
+class Hyper(NamedTuple):
+    """AdamW settings; the first three are numbers, or arrays [N] where the workers differ."""
+
+    beta1: Any
+    beta2: Any
+    weight_decay: Any
+    eps: float
+
+
 def adamw(
-    optimizer: Any,
+    hyper: Hyper,
     decayed: int,
     params_NP: jax.Array,
     grads_NP: jax.Array,
@@ -53,15 +63,21 @@ def adamw(
 ) -> tuple[jax.Array, Moments]:
     """One AdamW update of every row (Loshchilov and Hutter 2019) -> (params, moments).
 
-    optimizer: beta1, beta2, eps, weight_decay. The first `decayed` elements of a row are multiplied by
-    1 - lr * weight_decay; the others are not decayed, and neither is the zero padding after them.
+    The first `decayed` elements of a row are multiplied by 1 - lr * weight_decay; the others are not decayed, and
+    neither is the zero padding after them.
     """
-    adam = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.eps)
 
-    def row(params_P, grads_P, mu_P, nu_P, count, lr):
+    def row(params_P, grads_P, mu_P, nu_P, count, lr, beta1, beta2, weight_decay):
+        adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=hyper.eps)
         direction_P, state = adam.update(grads_P, optax.ScaleByAdamState(count, mu_P, nu_P))
         is_decayed = jax.lax.iota(jnp.int32, params_P.shape[0]) < decayed
-        keep_P = jnp.where(is_decayed, 1 - lr * optimizer.weight_decay, jnp.ones_like(lr))
+        keep_P = jnp.where(is_decayed, 1 - lr * weight_decay, jnp.ones_like(lr))
         return params_P * keep_P - lr * direction_P, Moments(state.mu, state.nu, state.count)
 
-    return jax.vmap(row)(params_NP, grads_NP, *moments, lr_N)
+    own = (
+        hyper.beta1,
+        hyper.beta2,
+        hyper.weight_decay,
+    )  # plain numbers stay what they are, so that equal workers compute what one alone would
+    axes = (0,) * 6 + tuple(0 if hasattr(value, "shape") else None for value in own)
+    return jax.vmap(row, in_axes=axes)(params_NP, grads_NP, *moments, lr_N, *own)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from ml_collections import FrozenConfigDict
 
 from llama_jax import arena, consensus, loss, model, optimizer, topology
+from llama_jax import config as configs
 
 
 class State(NamedTuple):
@@ -100,7 +101,7 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
     schedule, excluded = make_schedule(config), excluded_ranges(config, layout)
     mixes_first = config.decentralized.scheme == "awc"
     frozen = FrozenConfigDict(config.model)
-    hyper, clip_norm = FrozenConfigDict(config.optimizer), config.optimizer.clip_norm
+    clip_norm = config.optimizer.clip_norm
 
     def loss_sum(params, tokens_BS, rows_B):
         return loss.loss_sum(frozen, numerics, params, tokens_BS.astype(jnp.int32), rows_B)
@@ -135,9 +136,9 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
             return topology.mix(params_NP, schedule, mixing.phase, mixing.gamma, excluded)
 
         params_NP = mix(state.params_NP) if mixes_first else state.params_NP
-        params_NP, moments = optimizer.adamw(
-            hyper, layout.decayed, params_NP, scaled_NP, state.moments, lr_N.astype(grads_NP.dtype)
-        )
+        lr_N = lr_N.astype(grads_NP.dtype)
+        hyper = _hyper(config, params_NP.shape[0], grads_NP.dtype)
+        params_NP, moments = optimizer.adamw(hyper, layout.decayed, params_NP, scaled_NP, state.moments, lr_N)
         params_NP = params_NP if mixes_first else mix(params_NP)
         disagreement = jnp.zeros((), grads_NP.dtype)
         if config.decentralized.workers > 1:
@@ -185,12 +186,13 @@ class Distances(NamedTuple):
 def make_measure(config: Any, mesh: Mesh) -> Callable[[State], Distances]:
     """A compiled function that measures a state after some update and changes nothing; blocks as in arena.blocks."""
     ranges = tuple(arena.blocks(arena.make_layout(config.model)).values())
-    hyper = FrozenConfigDict(config.optimizer)
 
     def measure(state: State) -> Distances:
         moments = state.moments
-        count_N = moments.count_N.astype(moments.mu_NP.dtype)[:, None]
-        mean_NP, square_NP = moments.mu_NP / (1 - hyper.beta1**count_N), moments.nu_NP / (1 - hyper.beta2**count_N)
+        hyper = _hyper(config, moments.mu_NP.shape[0], moments.mu_NP.dtype)
+        beta1_N1, beta2_N1 = jnp.reshape(hyper.beta1, (-1, 1)), jnp.reshape(hyper.beta2, (-1, 1))
+        count_N1 = moments.count_N.astype(moments.mu_NP.dtype)[:, None]
+        mean_NP, square_NP = moments.mu_NP / (1 - beta1_N1**count_N1), moments.nu_NP / (1 - beta2_N1**count_N1)
         direction_NP = mean_NP / (jnp.sqrt(square_NP) + hyper.eps)
         arenas = (state.params_NP, moments.mu_NP, moments.nu_NP)
         return Distances(
@@ -200,6 +202,18 @@ def make_measure(config: Any, mesh: Mesh) -> Callable[[State], Distances]:
         )
 
     return jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(STATE_SPEC,), out_specs=Spec(), check_vma=False))
+
+
+def _hyper(config: Any, rows: int, dtype: jnp.dtype) -> optimizer.Hyper:
+    """Inside the shard_map: AdamW settings of this device's rows, numbers where all workers have the same."""
+
+    def of(name: str) -> Any:
+        values = configs.per_worker(config, name)
+        if len(set(values)) == 1:
+            return values[0]
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(values, dtype), jax.lax.axis_index("worker") * rows, rows)
+
+    return optimizer.Hyper(of("beta1"), of("beta2"), of("weight_decay"), config.optimizer.eps)
 
 
 def make_schedule(config: Any) -> topology.Schedule:

@@ -114,7 +114,7 @@ class _Loop:
         )
         self.last_save = time.monotonic()
         self.unread: _Dispatched | None = None
-        self.mixing = built.mixing()
+        self.mixing, self.peaks = built.mixing(), configs.per_worker(built.config, "lr")
 
     def run(self) -> dict[str, Any]:
         fault_point("start")
@@ -146,7 +146,8 @@ class _Loop:
         while update is not None:
             end = update.position + update.size
             lr = optimizer.learning_rate(self.config, self._targets(end))
-            lr_N = np.full(self.config.decentralized.workers, lr, np.float32)
+            rates = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
+            lr_N = np.asarray(rates, np.float32)
             mixing = self.mixing(self.at.update)
             self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
             distances = self.built.measure(self.state) if mixing.measure and lr_N.size > 1 else None

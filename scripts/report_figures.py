@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from scripts.report_runs import SMOOTHING, Run, smoothed
 
@@ -186,6 +186,8 @@ def _consensus(axes: Axes, runs: Sequence[Run]) -> str:
             axes.plot(predicted.x, predicted.y, label=None if len(runs) > 1 else "independent updates", **style)
     if axes.has_data():
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("mean squared distance")
     return (
         "Mean squared distance of the workers from their mean; dashed: where it would settle if the workers' updates "
