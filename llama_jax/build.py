@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from llama_jax import arena, budget, model, optimizer, runtime, topology
+from llama_jax import arena, budget, model, optimizer, outer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -28,6 +28,7 @@ class Built(NamedTuple):
     evaluate: validations.Evaluator
     measure: Callable[[steps.State], steps.Distances]
     schedule: topology.Schedule
+    sync: Callable[[steps.State, outer.Outer], tuple[steps.State, outer.Outer]] | None
 
     def mixing(self) -> Callable[[int], steps.Mixing]:
         """A function from the zero-based update to its phase, gamma, and whether it is measured after it."""
@@ -77,4 +78,5 @@ def build(config: Any) -> Built:
         validations.make_evaluator(config, numerics, mesh),
         steps.make_measure(config, mesh),
         steps.make_schedule(config),
+        outer.make_sync(config, mesh) if config.decentralized.sync_every else None,
     )

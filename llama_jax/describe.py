@@ -1,5 +1,6 @@
 """What a run says before it starts and when it is done."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from llama_jax.build import Built
 from llama_jax.data import Source
 
 
-def before(built: Built, source: Source) -> list[str]:
+def before(built: Built, source: Source, update: int, changes: Sequence[str]) -> list[str]:
     """What a run says before it starts."""
     config, derived, device = built.config, built.config.derived, jax.devices()[0]
     passes = derived.total_sequences / source.sequences
@@ -23,7 +24,16 @@ def before(built: Built, source: Source) -> list[str]:
     ]
     if source.entropy is not None:
         lines.append(f"entropy of the language {source.entropy:.4f} nats per target: no model can do better")
-    return lines
+    if config.decentralized.workers > 1:
+        fields = config.decentralized
+        lines.append(
+            f"{fields.workers} workers, {fields.topology} ({fields.pairing}), {fields.scheme}, "
+            f"adaptive consensus {fields.adaptive.mode}"
+            + (f", outer step every {fields.sync_every} updates" if fields.sync_every else "")
+        )
+    if update:
+        lines.append(f"continues after update {update:,}")
+    return lines + [f"changed since the last start: {change}" for change in changes]
 
 
 def after(path: Path, result: dict[str, Any]) -> list[str]:

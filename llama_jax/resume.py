@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, hf, optimizer
+from llama_jax import arena, checkpoint, data, hf, optimizer, outer
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
@@ -41,10 +41,14 @@ def open_checkpoints(directory: Path, layout: arena.Layout) -> checkpoint.Checkp
     return checkpoint.Checkpoints(directory, fingerprint)
 
 
-def content(state: steps.State, at: Progress, loader: data.Loader) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+def content(
+    state: steps.State, met: outer.Outer | None, at: Progress, loader: data.Loader
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """(arrays, JSON) of a checkpoint. The state's `ok` isn't among them: a state that isn't ok is never saved."""
     moments = state.moments
     arrays = {"params": state.params_NP, "mu": moments.mu_NP, "nu": moments.nu_NP, "count": moments.count_N}
+    if met is not None:
+        arrays |= {"outer_params": met.params_P, "outer_momentum": met.momentum_P}
     # The loader is one batch ahead; what counts is what the model has seen.
     cursor = {**loader.state(), "position": at.position}
     return arrays, {"progress": dataclasses.asdict(at), "loader": cursor}
@@ -52,22 +56,29 @@ def content(state: steps.State, at: Progress, loader: data.Loader) -> tuple[dict
 
 def restore(
     saved: checkpoint.Checkpoints, built: Built, source: data.Source
-) -> tuple[Progress, steps.State, data.Loader]:
-    """Progress, state and loader of the newest good checkpoint, or of the start when there never was one."""
+) -> tuple[Progress, steps.State, outer.Outer | None, data.Loader]:
+    """Progress, states and loader of the newest good checkpoint, or of the start when there never was one."""
     config = built.config
     loading = (config.data.prefetch_groups, config.runtime.host_threads)
     place = steps.shardings(built.mesh, steps.STATE_SPEC)
     workers = config.decentralized.workers
     arena_NP = jax.ShapeDtypeStruct((workers, built.layout.padded), np.float32, sharding=place.params_NP)
     count_N = jax.ShapeDtypeStruct((workers,), np.int32, sharding=place.moments.count_N)
-    found = saved.restore_latest({"params": arena_NP, "mu": arena_NP, "nu": arena_NP, "count": count_N})
+    templates = {"params": arena_NP, "mu": arena_NP, "nu": arena_NP, "count": count_N}
+    if built.sync:
+        row_P = jax.ShapeDtypeStruct((built.layout.padded,), np.float32, sharding=place.ok)
+        templates |= {"outer_params": row_P, "outer_momentum": row_P}
+    found = saved.restore_latest(templates)
     if found is None:
-        return Progress(), built.initial_state(), data.Loader(source, config.seed, 0, *loading)
+        state = built.initial_state()
+        met = outer.init(state, built.mesh) if built.sync else None
+        return Progress(), state, met, data.Loader(source, config.seed, 0, *loading)
     arrays = found.arrays
     moments = optimizer.Moments(arrays["mu"], arrays["nu"], arrays["count"])
     state = steps.State(arrays["params"], moments, jax.device_put(np.asarray(True), place.ok))
+    met = outer.Outer(arrays["outer_params"], arrays["outer_momentum"]) if built.sync else None
     loader = data.Loader.from_state(source, config.seed, found.meta["loader"], *loading)
-    return Progress(**found.meta["progress"]), state, loader
+    return Progress(**found.meta["progress"]), state, met, loader
 
 
 def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Array, at: Progress) -> None:

@@ -94,16 +94,15 @@ class _Loop:
         self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
         self.plan, self.context = built.plan, built.config.model.context
         self.saved = resume.open_checkpoints(folder.checkpoints, built.layout)
-        self.at, self.state, self.loader = resume.restore(self.saved, built, source)
+        self.at, self.state, self.met, self.loader = resume.restore(self.saved, built, source)
         config = built.config
-        kind, devices = jax.devices()[0].device_kind, built.mesh.size
-        peak = flops.peak_flops(kind)
+        peak = flops.peak_flops(jax.devices()[0].device_kind)
         self.meter = metrics.Meter(
             built.plan.total_targets,
             self.at.position * self.context,
             self.at.wall_s,
             flops.flops_per_target(config.model),
-            peak * devices if peak else None,
+            peak * built.mesh.size if peak else None,
             config.log.every_updates,
         )
         self.log = metrics.MetricsLog(folder.metrics)
@@ -118,11 +117,7 @@ class _Loop:
 
     def run(self) -> dict[str, Any]:
         fault_point("start")
-        texts = describe.before(self.built, self.source)
-        if self.at.update:
-            texts.append(f"continues after update {self.at.update:,}")
-        texts += [f"changed since the last start: {change}" for change in self.folder.changes]
-        for text in texts:
+        for text in describe.before(self.built, self.source, self.at.update, self.folder.changes):
             self.progress.note(text)
         try:
             if not self.at.evaluated:  # the last process was stopped in the middle of an evaluation
@@ -146,10 +141,11 @@ class _Loop:
         while update is not None:
             end = update.position + update.size
             lr = optimizer.learning_rate(self.config, self._targets(end))
-            rates = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
-            lr_N = np.asarray(rates, np.float32)
-            mixing = self.mixing(self.at.update)
+            own = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
+            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update)
             self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
+            if self.built.sync and self.met and (self.at.update + 1) % self.config.decentralized.sync_every == 0:
+                self.state, self.met = self.built.sync(self.state, self.met)
             distances = self.built.measure(self.state) if mixing.measure and lr_N.size > 1 else None
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
@@ -320,7 +316,7 @@ class _Loop:
                     raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
                 return
             self.at.wall_s = self.meter.wall_s
-            arrays, meta = resume.content(self.state, self.at, self.loader)
+            arrays, meta = resume.content(self.state, self.met, self.at, self.loader)
             self.saved.save(self.at.update, arrays, meta, kind, wait)
             self.last_save = time.monotonic()
 

@@ -25,6 +25,7 @@ LAYERS = [
     ["loss", "optimizer", "runtime"],
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
+    ["outer"],
     ["build"],
     ["describe", "records", "resume"],
     ["train"],
