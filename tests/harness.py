@@ -95,9 +95,17 @@ class KeptBuilds:
     def __call__(self, config):
         built, runtime = builds.build(config), config.runtime
         program = [dict(config.model), runtime.deterministic, runtime.jit, runtime.mesh_worker, runtime.mesh_data]
-        step = [*program, {**config.optimizer, "lr": None}, config.decentralized.workers]
+        packed = configs.to_dict(config)["decentralized"]
+        packed["adaptive"] = packed["adaptive"]["exclude"]  # the rest becomes an argument of the step, as worker_lr
+        for field in ("worker_lr", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov"):
+            del packed[field]
+        step = [*program, {**config.optimizer, "lr": None}, packed]
         evaluation = [*program, config.evaluation.batch_sequences]
-        return built._replace(step=self.keep(step, built.step), evaluate=self.keep(evaluation, built.evaluate))
+        return built._replace(
+            step=self.keep(["step", *step], built.step),
+            evaluate=self.keep(["evaluate", *evaluation], built.evaluate),
+            measure=self.keep(["measure", *step], built.measure),
+        )
 
     def keep(self, key, function):
         return self.kept.setdefault(json.dumps(key, sort_keys=True), function)

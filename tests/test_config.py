@@ -247,6 +247,13 @@ def test_a_warmup_longer_than_the_budget_is_refused():
         ({"model.rope_scaling": "llama3", "model.rope_low_freq": 4.0}, ("model.rope_low_freq", "model.rope_high_freq")),
         ({"runtime.mesh_data": 3}, ("runtime.mesh_data", "128")),
         ({"runtime.mesh_worker": 2}, ("runtime.mesh_worker", "1")),
+        ({"decentralized.workers": 3}, ("training.batch_targets", "3072")),
+        ({"decentralized.workers": 2}, ("training.microbatch", "64")),
+        (
+            {"decentralized.workers": 4, "training.microbatch": 32, "training.sequence_multiple": 6},
+            ("training.sequence_multiple", "decentralized.workers = 4", "4 or 8"),
+        ),
+        ({"decentralized.adaptive.exclude": "("}, ("decentralized.adaptive.exclude", "regular expression")),
         ({"runtime.mesh_data": 2, "evaluation.batch_sequences": 3}, ("evaluation.batch_sequences", "2")),
         ({"runtime.deterministic": True, "model.attention": "xla"}, ("model.attention", "deterministic")),
         ({"runtime.deterministic": True, "model.head": "chunked"}, ("model.head", "deterministic")),
@@ -340,7 +347,7 @@ def test_diff_sees_missing_fields_and_types_but_not_derived_numbers():
 # What a restart may change (SPEC C2): everything else would change the model that is trained, or its rounding.
 EXECUTION = """
 name data.path data.prefetch_groups training.checkpoint_policy training.interval_epochs training.recovery_minutes
-evaluation.batch_sequences evaluation.full_at_end log.every_updates log.tensorboard log.wandb
+evaluation.batch_sequences evaluation.full_at_end log.every_updates log.consensus_every log.tensorboard log.wandb
 runtime.device runtime.host_threads runtime.mesh_worker runtime.mesh_data runtime.compile_cache runtime.memory_fraction
 """
 

@@ -147,9 +147,9 @@ def test_every_sequence_of_the_stream_is_trained_once_in_order(cache, scenario, 
     seen, config = [], tiny(scenario["cache"])
     built = harness.KEPT(config)
 
-    def step(state, batch, lr_N):
+    def step(state, batch, lr_N, mixing):
         seen.append((np.asarray(batch.tokens)[0, 0], np.asarray(batch.rows)[0, 0]))
-        return built.step(state, batch, lr_N)
+        return built.step(state, batch, lr_N, mixing)
 
     def spy(config):
         return harness.KEPT(config)._replace(step=step)
