@@ -38,7 +38,7 @@ def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax
     context: targets of a sequence; None: the model's own, at most 1024.
     """
     fields, params = hf.load_folder(folder)
-    context = context or min(fields["context"], 1024)
+    context = min(fields["context"], 1024) if context is None else context
     config = configs.default()
     # Only the model matters for an evaluation; a budget of one update satisfies the checks of the other fields.
     settings = {
@@ -81,7 +81,12 @@ def evaluate(config: Any, source: data.Source, row_P: jax.Array, split: str) -> 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m llama_jax.evaluate", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_jax.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", help="run folder")
     which.add_argument("--model", help="Hugging Face Llama folder, for example exports/final of a run")

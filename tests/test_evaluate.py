@@ -125,6 +125,7 @@ def test_a_run_on_the_synthetic_language(call, tmp_path, cache):
         (["--run={run}", "--data={tmp}/none"], 3, "{tmp}/none"),
         (["--run={run}", "--batch=0"], 2, "evaluation.batch_sequences = 0 is not an integer in [1, 1048576]"),
         (["--model={run}/exports/final", "--data={cache}", "--context=7"], 3, "model.context = 7"),
+        (["--model={run}/exports/final", "--data={cache}", "--context=0"], 2, "model.context = 0"),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(words, code, message, trained, cache, call, tmp_path):
