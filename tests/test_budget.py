@@ -174,6 +174,12 @@ def test_epochs_far_shorter_than_a_sequence_end_with_each_sequence():
     assert plan.boundaries == (2, 4, 6, 8, 10)
 
 
+def test_more_virtual_epochs_than_memory_holds_are_refused():
+    for one in ({"targets_per_parameter": 1e5}, {"total_targets": 10**9}, {"total_updates": 10**9}):
+        with pytest.raises(ValueError, match=r"100,000 virtual epochs; raise training\.epoch_targets_per_parameter"):
+            budget.make_plan(10_000, 10, 4, 1, 1e-3, **one)
+
+
 def test_large_budgets_stay_exact():
     """Beyond float64 and int32: every number is a Python integer."""
     params = 70_000_000_001
