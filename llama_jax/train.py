@@ -203,7 +203,8 @@ class _Loop:
                     **{key: final["subset"][key] for key in ("update", "targets", "loss", "bits_per_byte")},
                     "checkpoint": f"checkpoints/{self.at.update}" if kept else None,
                 }
-                write_json_atomic(self.folder.best, self.at.best)
+            # Every time: a killed process may have left a better one, of an update that this one has not come to yet.
+            write_json_atomic(self.folder.best, self.at.best)
             if self._interval_due() and not last:
                 self._export(f"update-{self.at.update}")  # before the save: a restart behind it would not export
                 self._save("interval")
