@@ -5,7 +5,8 @@
 
 FOLDER is a Hugging Face Llama folder or a run that has an export. The prompt starts as a document does, after the
 beginning-of-text id of config.json or else after its end-of-text id; a sample is shown up to its own end of text.
-Without a tokenizer (the synthetic language) prompt and samples are ids.
+Where there is neither id, an empty prompt is id 0. Without a tokenizer (the synthetic language) prompt and samples are
+ids.
 
 Letters: B sequences, S cache positions, T tokens, D width, H query heads, K key/value heads, G = H / K, d head size,
 V vocabulary, L layers.
@@ -24,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from llama_jax import errors, hf, ops, tokenizer
+from llama_jax import config as configs
+from llama_jax import errors, hf, ops, runtime, tokenizer
 from llama_jax.errors import ConfigError
 from llama_jax.model import Numerics
 
@@ -191,7 +193,7 @@ def default_numerics() -> Numerics:
 
 
 def run(words: Sequence[str]) -> None:
-    """Reads the command's words, samples and prints. Raises ConfigError and CheckpointError."""
+    """Reads the command's words, samples and prints. Raises ConfigError, CheckpointError and DeviceError."""
     parser = _Parser(
         "python -m llama_jax.generate",
         description=__doc__,
@@ -211,6 +213,7 @@ def run(words: Sequence[str]) -> None:
     folder = hf.find_folder(options.model)
     section, params = hf.load_folder(folder)
     model = hf.model_section(section)
+    runtime.prepare(configs.default())
     text = tokenizer.load(folder)
     begin, ends = _special_ids(hf.read_config(folder), model.vocab_size)
     prompt = begin + _encode(text, options.prompt, model.vocab_size)

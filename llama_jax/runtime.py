@@ -68,7 +68,7 @@ def prepare(config: Any) -> None:
             "install the matching extra (scripts/setup.sh --cuda13, --cuda12 or --tpu) or change the field"
         )
     if platform == "cpu" and runtime.device == "auto" and Path("/dev/nvidiactl").exists():
-        _warn("there is an NVIDIA GPU, but this JAX has no CUDA support; training on the CPU")
+        _warn("there is an NVIDIA GPU, but this JAX has no CUDA support; running on the CPU")
     if runtime.compile_cache or platform != "cpu":
         cache = Path(runtime.compile_cache or Path.home() / ".cache" / "llama_jax")
         cache = cache / f"jax-{jax.__version__}-{jax.devices()[0].device_kind.replace(' ', '_')}"

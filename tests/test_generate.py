@@ -1,6 +1,7 @@
 """Sampling with a cache, against full forward passes without one, transformers and counting."""
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -310,16 +311,19 @@ def test_exit_codes_of_the_command(tmp_path):
     section, params = make()
     folder = hf.export_model(tmp_path / "a folder", params, section)
 
-    def command(*words):
+    def command(*words, **variables):
         return subprocess.run(
             [sys.executable, "-m", "llama_jax.generate", *words],
             cwd=Path(generate.__file__).parent.parent,
+            env={**os.environ, **variables},
             capture_output=True,
             text=True,
         )
 
     done = command(f"--model={folder}", "--tokens=2", "--samples=1")
     assert done.returncode == 0 and done.stdout.startswith("--- sample 1 of 1\n0 "), done.stderr
+    done = command(f"--model={folder}", JAX_PLATFORMS="absent")
+    assert done.returncode == 6 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     (folder / hf.WEIGHTS).write_bytes(b"")
     done = command(f"--model={folder}", "--debug")
     assert done.returncode == 4 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
