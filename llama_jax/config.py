@@ -1,7 +1,7 @@
 """Configs: from a preset file and overrides to checked settings and the numbers derived from them. Needs no JAX.
 
-The settings themselves stand in `fields.py`. `load()` reads a file of `configs/`,
-applies overrides and returns a finalized, locked ConfigDict whose `derived` part holds the exact budget.
+The settings themselves stand in `fields.py`. `load()` reads a file of `configs/`, applies overrides and returns a
+finalized, locked ConfigDict whose `derived` part holds the exact budget.
 """
 
 import importlib.util

@@ -337,7 +337,7 @@ def test_diff_sees_missing_fields_and_types_but_not_derived_numbers():
     ]
 
 
-# What a restart may change (SPEC C2): everything else would change the model that is trained, or its rounding.
+# What a restart may change: everything else would change the model that is trained, or its rounding.
 EXECUTION = """
 name data.path data.prefetch_groups training.checkpoint_policy training.interval_epochs training.recovery_minutes
 evaluation.batch_sequences evaluation.full_at_end log.every_updates log.tensorboard log.wandb
