@@ -309,7 +309,7 @@ class Checkpoints:
     def _stored(self, update: int) -> dict[str, Any] | None:
         try:
             return integrity.read_manifest(self._step(update))
-        except Damaged:
+        except CheckpointError:
             return None
 
     def _drop(self, update: int) -> None:
