@@ -17,7 +17,15 @@ from harness import ENDS, SEQUENCES, SIZES, StopAfter, tiny
 
 from llama_jax import build as builds
 from llama_jax import checkpoint, data, faults, integrity, train, validation
-from llama_jax.errors import CheckpointError, ConfigError, DataError, Interrupted, NonFiniteError, Preempted
+from llama_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    Interrupted,
+    NonFiniteError,
+    Preempted,
+)
 
 ASKS = 19  # calls of `stop` in a tiny run: 7 updates, 3 evaluations of 2 batches and once after each, 3 batches
 SAVING = {"training.recovery_minutes": 0.0}  # a recovery checkpoint after every update
@@ -588,6 +596,24 @@ def test_a_non_finite_evaluation_ends_the_run(tmp_path, unbroken):
             train.run(tiny(), tmp_path)
     assert not (tmp_path / "best.json").exists()
     harness.run(tiny(), tmp_path)
+    assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_an_error_of_the_device_is_one_line(out_of_memory, unbroken, tmp_path, monkeypatch):
+    text = "RESOURCE_EXHAUSTED: Out of memory" if out_of_memory else "INTERNAL: the device\nis lost"
+
+    def step(state, batch, lr_N):
+        raise jax.errors.JaxRuntimeError(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build", lambda config: harness.KEPT(config)._replace(step=step))
+        with pytest.raises(DeviceError) as caught:
+            train.run(tiny(), tmp_path)
+    message = str(caught.value)
+    assert caught.value.exit_code == 6 and message.startswith(" ".join(text.split())) and "\n" not in message
+    assert ("lower training.microbatch (now 16)" in message) == out_of_memory
+    harness.run(tiny(), tmp_path)  # the folder is unlocked, and the run starts again
     assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
 
 
