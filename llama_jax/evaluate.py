@@ -2,12 +2,14 @@
 
 python -m llama_jax.evaluate --run=runs/c4_20m [--update=U] [--data=data/c4] [--split=validation|subset]
 python -m llama_jax.evaluate --model=HUGGING_FACE_FOLDER --data=data/c4 [--context=T]
+
+--config.FIELD=VALUE changes how it is computed here: --config.runtime.device=cpu, --config.model.attention=xla.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.errors import ConfigError, DataError, run_command
+from llama_jax.fields import find
+
+# What changes the forward pass by rounding only, so that a run can be evaluated on another device.
+FORWARD = {f"model.{name}" for name in ("attention", "head", "head_chunk_rows", "compute_dtype", "residual_dtype")}
 
 
 def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Array, int]:
@@ -79,6 +85,13 @@ def evaluate(config: Any, source: data.Source, row_P: jax.Array, split: str) -> 
     }
 
 
+def _with(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The config with fields set. Raises ConfigError."""
+    for field, value in settings.items():
+        configs.set_field(config, field, value)
+    return config
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -96,18 +109,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--context", type=int, help="with --model: targets a sequence; default its own, at most 1024")
     parser.add_argument("--batch", type=int, help="sequences of one forward pass")
     parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--config.FIELD", metavar="VALUE", help="an execution field, or a choice of the forward pass")
 
     def command() -> None:
+        file, overrides, words = configs.parse_arguments(arguments)
+        options = parser.parse_args(words)
+        fixed = [field for field in overrides if not (find(field).execution or field in FORWARD)]
+        if file or fixed:
+            raise ConfigError(
+                f"--config{'.' + fixed[0] if fixed else ''} can't be changed here: it belongs to the model"
+            )
         if options.model and not options.data:
             raise ConfigError("--model needs --data=CACHE, a cache made with the model's tokenizer")
         if options.run:
             stored = run_folder.read_run(options.run)
             config = configs.from_dict(stored["config"])
-            runtime.prepare(config)
+            runtime.prepare(_with(config, overrides))
             config, row_P, update = load_run(options.run, options.update)
         else:
-            runtime.prepare(configs.default())
+            runtime.prepare(_with(configs.default(), overrides))
             config, row_P = load_model(options.model, options.context)
             stored, update = None, None
         # On one device, whatever the run had.
@@ -116,9 +136,7 @@ def main(arguments: Sequence[str]) -> int:
             settings |= {"data.source": "cache", "data.path": options.data}
         if options.batch is not None:
             settings |= {"evaluation.batch_sequences": options.batch}
-        for field, value in settings.items():
-            configs.set_field(config, field, value)
-        config = configs.finalize(config)
+        config = configs.finalize(_with(config, settings | overrides))
         source = data.open_source(config)
         if stored and options.data is None and source.fingerprint != stored["data"]["tokens"]:
             raise DataError(
@@ -128,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
         found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
-    return run_command(command, options.debug)
+    return run_command(command, "--debug" in arguments)
 
 
 if __name__ == "__main__":

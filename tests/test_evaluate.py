@@ -155,3 +155,12 @@ def test_one_source_is_required(call):
         with pytest.raises(SystemExit) as caught:
             call(*words)
         assert caught.value.code == 2
+
+
+def test_a_run_is_evaluated_with_another_forward_pass(trained, call):
+    folder, result = trained
+    code, found, _ = call(f"--run={folder}", "--config.model.attention=reference", "--config.runtime.device=cpu")
+    assert code == 0 and found["attention"] == "reference"
+    assert found["loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
+    code, found, error = call(f"--run={folder}", "--config.model.width=8")
+    assert code == 2 and "--config.model.width can't be changed here" in error
