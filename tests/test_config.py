@@ -205,7 +205,9 @@ def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "preset.txt").write_text("")
     with pytest.raises(ConfigError, match=r"preset\.txt"):
         config.load(tmp_path / "preset.txt")
-    for text in ("{", "[1, 2]", "3", "\udcff"):
+    with pytest.raises(ConfigError, match="does not exist"):
+        config.load(tmp_path / ("long" * 100))
+    for text in ("{", "[1, 2]", "3", "\udcff", '{"config": null}', "[" * 100_000):
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(ConfigError, match=r"config\.json"):
             config.load(tmp_path / "config.json")
