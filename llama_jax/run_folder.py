@@ -97,8 +97,9 @@ def open_run(
         path.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(path)
         lock = _lock(path / ".lock")
-    except OSError as error:
-        raise CheckpointError(f"run folder {path}: {error.strerror or error}; choose another --workdir") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with NUL or half a character
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"run folder {path}: {reason}; choose another --workdir") from None
     try:
         old = read_run(path) if (path / "config.json").exists() else None
         finished = (path / "result.json").exists()
