@@ -298,12 +298,19 @@ class _Loop:
 
 def _finished(folder: run_folder.RunFolder) -> dict[str, Any]:
     """Verifies a finished run's final checkpoint, if its policy kept one, and repeats its result; changes nothing."""
-    result, text = read_json(folder.result), "finished"
+    try:
+        result = read_json(folder.result)
+        update, texts = result["updates"], describe.after(folder.path, result)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder.result}: damaged ({error}); delete it, then the same command writes it again"
+        ) from None
+    state = "finished"
     # The policy that the run ended with, whatever this command's is.
     if run_folder.read_run(folder.path)["config"]["training"]["checkpoint_policy"] != "none":
-        checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(result["updates"])
-        text = "finished and verified"
-    print(f"{folder.path} is {text}", flush=True)
-    for text in describe.after(folder.path, result):
-        print(text, flush=True)
+        checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(update)
+        state = "finished and verified"
+    progress = metrics.Progress(update)
+    for text in (f"{folder.path} is {state}", *texts):
+        progress.note(text)
     return result

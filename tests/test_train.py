@@ -479,6 +479,18 @@ def test_a_finished_run_is_verified_and_repeats_its_result(unbroken, tmp_path, c
     assert (folder / "checkpoints/10").is_dir() and not (folder / "checkpoints/damaged").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"updates": 10, "targets": "x"}', "[" * 100_000])
+def test_a_damaged_result_is_named_and_written_again(text, unbroken, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken("synthetic"), folder)
+    (folder / "result.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"result\.json: damaged .*; delete it, then the same command"):
+        harness.run(tiny(), folder)
+    (folder / "result.json").unlink()
+    harness.run(tiny(), folder)
+    assert harness.outcome(folder) == harness.outcome(unbroken("synthetic"))
+
+
 def test_policy_final_leaves_exactly_one_checkpoint(unbroken):
     folder = unbroken("synthetic")
     assert harness.kept(folder) == [(10, "final")]
