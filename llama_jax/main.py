@@ -31,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(rest)
         if file is None:
             raise ConfigError("--config=FILE is required, for example --config=configs/smoke.py")
+        if options.workdir == "":
+            raise ConfigError("--workdir is empty; name a folder, or leave it out for runs/<name of the config>")
         config = configs.load(file, overrides)
         stop = runtime.watch_signals()
         runtime.prepare(config)

@@ -96,6 +96,8 @@ PRESET = "from llama_jax.config import default\n\ndef get_config():\n    c = def
         ("x = 1", "get_config"),
         (f"{PRESET}c.model.depth = 3\n    return c", "depth"),
         (f"{PRESET}c.seed = 'a'\n    return c", "seed"),
+        ("raise ValueError('a\\nb')", "ValueError: a b\n"),
+        ("raise SystemExit(0)", "SystemExit: 0\n"),
     ],
 )
 def test_a_bad_config_file_is_one_line(content, message, call, tmp_path):
@@ -104,11 +106,13 @@ def test_a_bad_config_file_is_one_line(content, message, call, tmp_path):
         file.write_text(content)
     code, error = call(f"--config={file}")
     assert code == 2 and message in error and str(file) in error
-    assert error.startswith("error: ") and "Traceback" not in error
+    assert error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_config_and_known_words_are_required(call, capsys):
     assert call() == (2, "error: --config=FILE is required, for example --config=configs/smoke.py\n")
+    code, error = call("--workdir=", config=tiny())
+    assert code == 2 and error.startswith("error: --workdir is empty")
     with pytest.raises(SystemExit) as caught:
         call("--wrkdir=x", config=tiny())
     assert caught.value.code == 2 and "unrecognized arguments: --wrkdir=x" in capsys.readouterr().err
