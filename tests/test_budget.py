@@ -40,8 +40,10 @@ def check_against_simulation(plan, ends, total):
     updates = simulate(plan.batch_sequences, set(ends), total)
     assert plan.total_sequences == total
     assert plan.total_targets == total * plan.context
-    assert list(plan.sizes()) == [size for _, size, _, _ in updates]
-    assert sum(plan.sizes()) == total
+    # One more is asked for than there are, so that sizes that never end are a failure, not a hang.
+    sizes = list(itertools.islice(plan.sizes(), len(updates) + 1))
+    assert sizes == [size for _, size, _, _ in updates]
+    assert sum(sizes) == total
     assert plan.total_updates == len(updates)
     for number, (start, size, epoch, at_end) in enumerate(updates):
         assert plan.epoch(start) == epoch
@@ -120,7 +122,7 @@ def test_total_updates_against_brute_force(params, context, multiple, batch, epo
     ends = ends_by_definition(params, context, multiple, Fraction(epoch), len(plan.boundaries))
     longer = simulate(batch, set(ends), max(plan.total_sequences, ends[-1]))
     assert plan.total_updates == updates
-    assert list(plan.sizes()) == [size for _, size, _, _ in longer[:updates]]
+    assert list(itertools.islice(plan.sizes(), updates + 1)) == [size for _, size, _, _ in longer[:updates]]
     check_against_simulation(plan, ends, plan.total_sequences)
 
 
