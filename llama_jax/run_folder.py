@@ -94,10 +94,11 @@ def open_run(
         "data": _plain(data),
     }
     try:
+        str(path).encode()  # the libraries that write arrays take names in UTF-8 only
         path.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(path)
         lock = _lock(path / ".lock")
-    except (OSError, ValueError) as error:  # ValueError: a name with NUL or half a character
+    except (OSError, ValueError) as error:  # ValueError: NUL or no UTF-8 in the name
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"run folder {path}: {reason}; choose another --workdir") from None
     try:
