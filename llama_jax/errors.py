@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 
 class Error(Exception):
@@ -56,6 +57,10 @@ def run_command(command: Callable[[], object], debug: bool = False) -> int:
 
     So do the errors that any command may meet: Ctrl-C, no memory, a file or an output that can't be read or written.
     """
+    with contextlib.suppress(OSError):  # a standard stream that is closed must not become the next file that is opened
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character that can't be shown is shown as its code
@@ -67,12 +72,29 @@ def run_command(command: Callable[[], object], debug: bool = False) -> int:
     except (Error, KeyboardInterrupt, MemoryError, OSError) as error:
         text, code = _said(error)
         if isinstance(error, OSError) and error.filename is None:
-            _drop_output()
+            _drop(sys.stdout)
         if debug:
             traceback.print_exc()
-    if text:
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        if text:
+            tell(f"error: {text}")
+    finally:
+        try:
+            if sys.stderr is not None:
+                sys.stderr.flush()
+        except OSError:
+            _drop(sys.stderr)
     return code
+
+
+def tell(text: str) -> None:
+    """A line on standard error, if it can be written: a full disk under a log must not end a run or change its end."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A warning on standard error."""
+    tell(f"warning: {text}")
 
 
 def _said(error: BaseException) -> tuple[str, int]:
@@ -88,9 +110,9 @@ def _said(error: BaseException) -> tuple[str, int]:
     return f"not enough memory: {error}; ask for less, or free some", DeviceError.exit_code
 
 
-def _drop_output() -> None:
-    """What standard output still holds can't be written: Python would complain about it at its end."""
+def _drop(stream: TextIO | None) -> None:
+    """What a stream still holds can't be written: Python would complain about it at its end."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())  # type: ignore[union-attr]
         os.close(null)

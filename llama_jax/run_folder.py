@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_jax import config as configs
-from llama_jax.errors import CheckpointError, ConfigError, DataError
+from llama_jax.errors import CheckpointError, ConfigError, DataError, warn
 from llama_jax.files import TMP_SUFFIX, canonical_json, parse_json, read_json, write_json_atomic
 
 FORMAT_VERSION = 1
@@ -199,8 +199,7 @@ def _lock(path: Path) -> int:
             raise CheckpointError(
                 f"{path.parent} is in use by {holder or 'another process'}; wait for it or choose another --workdir"
             ) from None
-        text = f"warning: {path}: this file system has no locks ({error.strerror}); run one process here only"
-        print(text, file=sys.stderr, flush=True)
+        warn(f"{path}: this file system has no locks ({error.strerror}); run one process here only")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
     return descriptor

@@ -1,5 +1,6 @@
 """Exit codes and messages of commands, in processes of their own where their output is at stake."""
 
+import os
 import subprocess
 import sys
 
@@ -48,6 +49,24 @@ def test_an_output_that_is_gone_or_full(code):
         assert command(code, stdout=gone) == (141, "")
     with open("/dev/full", "w") as full:
         assert command(code, stdout=full) == (4, "error: the output: No space left on device\n")
+
+
+def test_messages_that_cannot_be_written_change_nothing():
+    program = "from llama_jax.errors import *; warn('x'); warn('y'); raise SystemExit(run_command({}))"
+    for call, code in (("lambda: warn('z')", 0), ("lambda: open('/nowhere')", 4)):
+        with open("/dev/full", "w") as full:
+            assert subprocess.run([sys.executable, "-c", program.format(call)], stderr=full).returncode == code
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_is_never_taken_by_a_file(closed, tmp_path):
+    def close():
+        for descriptor in closed:
+            os.close(descriptor)
+
+    code = f"print('x'); sys.exit(3 + open({str(tmp_path / 'file')!r}, 'w').fileno())"
+    ended, _ = command(code, preexec_fn=close)
+    assert ended > 3 + 2
 
 
 def test_a_character_that_cannot_be_shown_is_shown_as_its_code():

@@ -371,6 +371,14 @@ def test_one_live_line_on_a_terminal():
     assert stream.getvalue().count("\n") == 2 and "\x1b[Kevaluated\n" in stream.getvalue()
 
 
+def test_a_closed_output_ends_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # what Python makes of one that is closed at the start
+    progress = Progress(3, every=1)
+    progress.show(rated(1))
+    progress.note("x")
+    progress.close()
+
+
 def test_a_reader_that_goes_away_ends_nothing():
     class Closed(io.StringIO):
         def write(self, text):
