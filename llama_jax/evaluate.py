@@ -121,7 +121,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         if options.model and not options.data:
             raise ConfigError("--model needs --data=CACHE, a cache made with the model's tokenizer")
-        if options.run:
+        if options.run is not None:
             stored = run_folder.read_run(options.run)
             config = configs.from_dict(stored["config"])
             runtime.prepare(_with(config, overrides))
@@ -138,12 +138,13 @@ def main(arguments: Sequence[str]) -> int:
             settings |= {"evaluation.batch_sequences": options.batch}
         config = configs.finalize(_with(config, settings | overrides))
         source = data.open_source(config)
-        if stored and options.data is None and source.fingerprint != stored["data"]["tokens"]:
+        if stored and options.data is None and source.fingerprint != stored["data"].get("tokens"):
             raise DataError(
                 f"{config.data.path} is not the data that {options.run} was trained on; restore it, or name it with "
                 "--data to evaluate on it all the same"
             )
-        found = evaluate(config, source, row_P, options.split)
+        with runtime.device_errors(f"lower --batch (now {config.evaluation.batch_sequences})"):
+            found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
     return run_command(command, "--debug" in arguments)

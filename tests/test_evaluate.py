@@ -122,6 +122,7 @@ def test_a_run_on_the_synthetic_language(call, tmp_path, cache):
         (["--model={tmp}", "--data={cache}"], 4, "{tmp}/config.json"),
         (["--model={run}/exports/final", "--data={tmp}"], 3, "no finished token cache"),
         (["--run={tmp}"], 4, "is {tmp} a run folder?"),
+        (["--run="], 4, "config.json: No such file"),
         (["--run={run}", "--data={tmp}/none"], 3, "{tmp}/none"),
         (["--run={run}", "--batch=0"], 2, "evaluation.batch_sequences = 0 is not an integer in [1, 1048576]"),
         (["--model={run}/exports/final", "--data={cache}", "--context=7"], 3, "model.context = 7"),

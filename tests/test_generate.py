@@ -168,9 +168,10 @@ def test_one_compilation_serves_all_tokens_seeds_and_temperatures():
     [
         ({"steps": 20}, "5 prompt ids and 20 new ones exceed the context of 24"),
         ({"steps": 0}, "tokens = 0 must be at least 1"),
-        ({"temperature": -0.1}, "temperature = -0.1 must be 0 or larger"),
+        ({"temperature": -0.1}, "temperature = -0.1 must be 0 or from"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": float("inf")}, "temperature = inf"),
+        ({"temperature": 1e-46}, "temperature = 1e-46 must be 0 or from 1e-06 to 1e\\+06"),  # float32 would make it 0
         ({"top_k": -1}, "top_k = -1"),
         ({"seed": -1}, "seed = -1"),
         ({"seed": 2**32}, "seed = 4294967296"),
@@ -258,6 +259,8 @@ def test_control_tokens_in_a_prompt_are_text(tmp_path):
     assert 0 not in text.encode("<|endoftext|>") and text.decode(text.encode("<|endoftext|>")) == "<|endoftext|>"
     assert text.decode([0, *text.encode("a dog"), 0]) == "a dog"
     assert text.encode("a dog") == bpe.encode("a dog").ids
+    with pytest.raises(ConfigError, match="--prompt: not UTF-8"):
+        generate.run([f"--model={folder}", "--prompt=a \udcff dog"])
 
 
 def test_sentencepiece_model(tmp_path):
