@@ -290,7 +290,7 @@ class Progress:
 
 
 def progress_text(line: Mapping[str, Any], total_updates: int) -> str:
-    """update, loss, learning rate, targets/s, MFU, ETA of a train line; "?" where a value is missing."""
+    """update, loss, learning rate, targets/s, MFU where known, ETA of a train line; "?" where a value is missing."""
 
     def number(name: str, form: str) -> str:
         value = line.get(name)
@@ -302,7 +302,7 @@ def progress_text(line: Mapping[str, Any], total_updates: int) -> str:
         f"loss {number('loss', '.4f')}",
         f"lr {number('lr', '.3e')}",
         f"{'?' if rate is None else _quantity(rate)} targets/s",
-        f"MFU {'?' if mfu is None else format(mfu, '.1%')}",
+        *([] if mfu is None else [f"MFU {mfu:.1%}"]),  # never known on a device whose peak isn't
         f"ETA {'?' if eta is None else duration(eta)}",
     ]
     return "  ".join(parts)
