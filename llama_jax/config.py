@@ -288,7 +288,10 @@ def _from_plain(stored: Mapping[str, Any]) -> ConfigDict:
     config = default()
     for path in FIELDS:
         if path not in values:
-            raise ConfigError(f"stored config lacks the field {path}")
+            raise ConfigError(
+                f"stored config lacks the field {path}, which is newer; write it into the stored config with the value "
+                f"that changes nothing (the default is {FIELDS[path].default!r})"
+            )
     for path, value in values.items():
         set_field(config, path, value)
     return config
