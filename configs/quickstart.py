@@ -4,7 +4,7 @@
     python -m llama_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Numbers chosen for time, not for quality. Expect a validation loss far below the unigram entropy of the corpus (about
-6.6 nats) and samples that look like broken English.
+6.7 nats) and samples that look like broken English.
 """
 
 from llama_jax.config import default
