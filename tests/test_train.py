@@ -142,6 +142,7 @@ def test_result_and_best(unbroken, scenario):
         bits = bytes_per_token and validation["loss"] / math.log(2) / bytes_per_token
         assert result["bits_per_byte"] == (bits and pytest.approx(bits, rel=1e-12))
         assert result["wall_s"] > 0 and result["device"] == jax.devices()[0].device_kind
+        assert result["targets_per_s_all"] == result["targets"] / result["wall_s"]
         best = min(harness.lines(folder, "eval")[:3], key=lambda line: line["loss"])
         stored = harness.strict((folder / "best.json").read_text())
         assert stored == result["best"]
