@@ -18,6 +18,7 @@ Kinds: `recovery` (the newest two are kept), `interval` (kept), `final` (kept; o
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import shutil
@@ -40,6 +41,7 @@ KINDS = ("recovery", "interval", "final")  # rising: a later save of the same up
 KEPT_RECOVERY = 2
 SPACE_FACTOR = 1.2
 _ITEM = "arrays"
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs the traceback of each error that it raises
 
 
 class Restored(NamedTuple):

@@ -547,3 +547,19 @@ def test_a_write_that_the_system_refuses(tmp_path):
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "CheckpointError: recovery checkpoint of update 1" in stderr, stderr[-2000:]
     assert names(tmp_path / "other") == []
+
+
+def test_a_failed_write_is_one_line(tmp_path):
+    """Of all that Orbax and its threads have to say of it; files may have 4 KiB here."""
+    code = (
+        "import sys, resource, numpy, jax\n"
+        "from llama_jax.checkpoint import Checkpoints\n"
+        "from llama_jax.errors import run_command\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "saved = Checkpoints(sys.argv[1], {})\n"
+        "x = jax.numpy.asarray(numpy.random.default_rng(0).normal(size=9999).astype(numpy.float32))\n"
+        "sys.exit(run_command(lambda: saved.save(1, {'x': x}, {}, 'final')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True)
+    assert ended.returncode == 4 and ended.stderr.startswith("error: final checkpoint of update 1"), ended.stderr
+    assert ended.stderr.count("\n") == 1 and list((tmp_path / "c").iterdir()) == []
