@@ -20,7 +20,7 @@ def get_config():
     config.model.heads = 4
     config.model.ffn = 352
     config.training.targets_per_parameter = None
-    config.training.total_updates = 600
+    config.training.total_updates = 450
     config.training.epoch_targets_per_parameter = 0.5
     config.training.batch_targets = 16 * 128
     config.training.microbatch = 16
