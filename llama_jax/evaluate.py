@@ -22,6 +22,7 @@ from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.errors import ConfigError, DataError, run_command
 from llama_jax.fields import find
+from llama_jax.files import sha256_of_file
 
 # What changes the forward pass by rounding only, so that a run can be evaluated on another device.
 FORWARD = {f"model.{name}" for name in ("attention", "head", "head_chunk_rows", "compute_dtype", "residual_dtype")}
@@ -92,6 +93,18 @@ def _with(config: Any, settings: Mapping[str, Any]) -> Any:
     return config
 
 
+def _same_tokenizer(folder: Path, source: data.Source) -> bool:
+    """False when a Hugging Face folder holds a tokenizer and the source was made with another one."""
+    files = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    if not files or source.manifest is None or source.manifest.tokenizer["file"] is None:
+        return True
+    return source.manifest.tokenizer["sha256"] in [sha256_of_file(file) for file in files]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -144,7 +157,10 @@ def main(arguments: Sequence[str]) -> int:
                 "--data to evaluate on it all the same"
             )
         with runtime.device_errors(f"lower --batch (now {config.evaluation.batch_sequences})"):
-            found = evaluate(config, source, row_P, options.split)
+            folder = Path(options.model or Path(options.run) / "exports" / "final")
+        if not _same_tokenizer(folder, source):
+            _warn(f"the tokenizer of {config.data.path} is not the one in {folder}: the loss means little")
+        found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
     return run_command(command, "--debug" in arguments)

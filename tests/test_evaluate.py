@@ -165,3 +165,20 @@ def test_a_run_is_evaluated_with_another_forward_pass(trained, call):
     assert found["loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
     code, found, error = call(f"--run={folder}", "--config.model.width=8")
     assert code == 2 and "--config.model.width can't be changed here" in error
+
+
+def test_data_of_another_tokenizer_is_named(trained, cache, tmp_path, call):
+    folder, _ = trained
+    export = tmp_path / "export"
+    shutil.copytree(folder / "exports" / "final", export)
+    (export / "tokenizer.json").write_text("{}")
+    other = tmp_path / "cache"
+    shutil.copytree(cache, other)
+    (other / "tokenizer.json").write_text('{"another": "tokenizer"}')
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["tokenizer"]["file"] = "tokenizer.json"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    code, _, error = call(f"--model={export}", f"--data={other}")
+    assert code == 0 and "warning: the tokenizer of" in error
+    code, _, error = call(f"--model={folder / 'exports' / 'final'}", f"--data={cache}")
+    assert (code, error) == (0, "")
