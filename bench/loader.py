@@ -22,7 +22,7 @@ import numpy as np
 
 from llama_jax import config as configs
 from llama_jax import data, shards
-from llama_jax.errors import DataError, run_command
+from llama_jax.errors import ConfigError, DataError, run_command
 
 VOCAB_SIZE = 32_768
 
@@ -156,6 +156,11 @@ def main() -> None:
     )
     parser.add_argument("--step-ms", type=float, default=4.0, help="what the paced consumer does between batches")
     options = parser.parse_args()
+    for name in ("batch", "context", "group-size", "shards", "shard-tokens", "step-ms"):
+        low = 0 if name == "step-ms" else 1
+        value = getattr(options, name.replace("-", "_"))
+        if not low <= value <= 1 << 31:
+            raise ConfigError(f"--{name}={value} is not from {low} to {1 << 31}")
     if options.config:
         config = configs.load(options.config)
         options.context = config.model.context

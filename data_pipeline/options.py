@@ -94,8 +94,15 @@ class Request:
 
 
 def read_content(directory: Path) -> dict[str, Any]:
-    """manifest.json as it is, with what only this program reads; checked by shards.read_manifest before."""
-    return json.loads((directory / shards.MANIFEST).read_bytes())
+    """manifest.json, checked by shards.read_manifest before, with what only this program reads.
+
+    "request" and "unigram_nats" are dicts, empty where another program left them out or made something else of them.
+    """
+    content = json.loads((directory / shards.MANIFEST).read_bytes())
+    for key in ("request", "unigram_nats"):
+        if not isinstance(content.get(key), dict):
+            content[key] = {}
+    return content
 
 
 class _Parser(argparse.ArgumentParser):

@@ -237,7 +237,7 @@ def _existing(request: options.Request) -> shards.Manifest:
     manifest = shards.read_manifest(request.out)
     request.check_vocabulary(manifest.vocab_size)
     content = options.read_content(request.out)
-    old, new = content.get("request", {}), request.record()
+    old, new = content["request"], request.record()
     changed = [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in new if old.get(key) != new[key]]
     if changed:
         raise ConfigError(
@@ -262,7 +262,7 @@ def _compare_sources(request: options.Request, manifest: shards.Manifest, exhaus
         say(f"note: sources not compared with the finished cache: {error}")
         return
     items = {(item.name, item.split): item for item in listing.items}
-    recorded = {(source["name"], source["split"]): source["sha256"] for source in manifest.sources}
+    recorded = {(str(old.get("name")), str(old.get("split"))): old.get("sha256") for old in manifest.sources}
     extra = [key[0] for key in items if key not in recorded] if exhausted else []
     for (name, split), sha256 in recorded.items():
         if (name, split) not in items:
@@ -279,9 +279,9 @@ def _summary(manifest: shards.Manifest, out: Path) -> None:
     for name, split in manifest.splits.items():
         ratio = f", {split.utf8_bytes / split.tokens:.3f} bytes a token" if split.tokens else ""
         say(f"{name}: {split.tokens:,} tokens in {len(split.shards)} shards, {split.documents:,} documents{ratio}")
-    nats = options.read_content(out).get("unigram_nats", {})
-    if nats.get("validation_unigram") is not None:
-        say(f"unigram model of train on validation: {nats['validation_unigram']:.4f} nats a token")
+    nats = options.read_content(out)["unigram_nats"].get("validation_unigram")
+    if isinstance(nats, float):
+        say(f"unigram model of train on validation: {nats:.4f} nats a token")
     say(f"cache ready: {out}")
 
 

@@ -5,13 +5,14 @@ import time
 from collections.abc import Sequence
 
 from data_pipeline.sources import Item
+from llama_jax.errors import tell
 
 _LIVE_S, _PLAIN_S = 0.2, 15.0
 
 
 def say(line: str) -> None:
     """A line of its own on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    tell(line)
 
 
 class Progress:
@@ -23,7 +24,7 @@ class Progress:
         self._unit = "records" if items and items[0].kind == "tfds" else "MB"
         self._wanted = tokens
         self._read = self._tokens = 0
-        self._live = sys.stderr.isatty()
+        self._live = sys.stderr is not None and sys.stderr.isatty()
         self._start = time.monotonic()
         self._next = self._start + (_LIVE_S if self._live else _PLAIN_S)
 
@@ -56,4 +57,7 @@ class Progress:
         )
 
     def _print(self, line: str) -> None:
-        print(f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
+        if self._live:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            tell(line)

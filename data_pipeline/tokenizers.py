@@ -170,12 +170,16 @@ def _load_json(path: Path, eos_token: str, name: str) -> Tokenizer:
     engine.no_truncation()
     engine.no_padding()
     vocabulary = engine.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError(f"{path}: a tokenizer without a single id")
     size = max(vocabulary.values()) + 1
     beside = path.parent / "tokenizer_config.json"
     try:
         stored = json.loads(beside.read_bytes()) if beside.is_file() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DataError(f"{beside}: not JSON") from None
+    if not isinstance(stored, dict):
+        raise DataError(f"{beside}: not a JSON object")
     eos = _chosen(vocabulary, eos_token, stored.get("eos_token"), _END_TOKENS)
     if eos is None:
         asked = f"--eos_token={eos_token} is not in its vocabulary" if eos_token else "name one with --eos_token"

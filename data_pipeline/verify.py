@@ -49,7 +49,8 @@ def verify(directory: Path, entropy: bool = False) -> None:
     for name, split in manifest.splits.items():
         ratio = f", {split.utf8_bytes / split.tokens:.4f} bytes a token" if split.tokens else ""
         print(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens in {len(split.shards)} shards{ratio}")
-    skipped = sum(source.get("skipped", 0) for source in manifest.sources)
+    counts = [source.get("skipped") for source in manifest.sources]  # made by other programs it may be anything
+    skipped = sum(count for count in counts if isinstance(count, int))
     print(f"sources: {len(manifest.sources)}, bad input skipped: {skipped}; cache {manifest.sha256}")
     if damaged:
         raise DataError(

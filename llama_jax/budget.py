@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+MAX_EPOCHS = 100_000  # boundaries are listed in memory; a usual run has 40
+
 
 def sequences_for(targets_per_parameter: Fraction, params: int, context: int, multiple: int) -> int:
     """floor(floor(r P / T) / m) m sequences for r targets per parameter, P parameters, context T, multiple m."""
@@ -82,19 +84,21 @@ def make_plan(
     total_targets: int | None = None,
     total_updates: int | None = None,
 ) -> Plan:
-    """The plan of a run from exactly one of the three budgets (ValueError when it holds not one sequence).
+    """The plan of a run from exactly one of the three budgets.
 
     Boundary k lies at floor(floor(k e P / T) / m) m sequences, e targets per parameter an epoch, whatever the total.
+    Raises ValueError for a budget of not one sequence or of more than MAX_EPOCHS virtual epochs.
     """
     epoch_ratio = exact(epoch_targets_per_parameter)
 
     def boundaries() -> Iterator[int]:
         last = 0
-        while True:
+        for _ in range(MAX_EPOCHS):
             # The first k that ends past the last one: an epoch shorter than `multiple` sequences has no end of its own.
             k = math.ceil((last + multiple) * context / (epoch_ratio * params))
             last = sequences_for(k * epoch_ratio, params, context, multiple)
             yield last
+        raise ValueError(f"more than {MAX_EPOCHS:,} virtual epochs; raise training.epoch_targets_per_parameter")
 
     if total_updates is not None:
         ends, position, left = [], 0, total_updates
@@ -118,4 +122,4 @@ def make_plan(
         ends.append(min(end, total))
         if end >= total:
             return Plan(context, batch_sequences, tuple(ends))
-    raise AssertionError("unreachable: boundaries never end")
+    raise AssertionError("unreachable: boundaries end with an error")

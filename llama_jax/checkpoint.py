@@ -18,10 +18,10 @@ Kinds: `recovery` (the newest two are kept), `interval` (kept), `final` (kept; o
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,7 +32,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from llama_jax import integrity
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, warn
 from llama_jax.faults import fault_point
 from llama_jax.files import parse_json, write_json_atomic
 from llama_jax.integrity import FORMAT_VERSION, Damaged
@@ -41,6 +41,7 @@ KINDS = ("recovery", "interval", "final")  # rising: a later save of the same up
 KEPT_RECOVERY = 2
 SPACE_FACTOR = 1.2
 _ITEM = "arrays"
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs the traceback of each error that it raises
 
 
 class Restored(NamedTuple):
@@ -143,7 +144,7 @@ class Checkpoints:
                 damaged.append((self._step(update), str(error)))
                 continue
             for path, reason in damaged:
-                _warn(f"checkpoint {reason}; moved to {integrity.set_aside(path)}, using update {update} instead")
+                warn(f"checkpoint {reason}; moved to {integrity.set_aside(path)}, using update {update} instead")
             if restored.kind == "final":
                 self._retire("final")
             return restored
@@ -172,7 +173,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.directory}: no checkpoint of update {update}, there are: {list(entries)}")
         for newer in integrity.steps(self.directory):
             if newer > max(entries) and not integrity.marker(self._step(newer)).exists():
-                _warn(f"{self._step(newer)} has no sound {integrity.MANIFEST}; reading update {update}")
+                warn(f"{self._step(newer)} has no sound {integrity.MANIFEST}; reading update {update}")
         stored = entries[update].arrays
         missing = set(names or ()) - set(stored)
         if missing:
@@ -202,7 +203,7 @@ class Checkpoints:
         update, step = manifest["update"], self._step(manifest["update"])
         self._drop(update)
         for path in integrity.leftovers(step):  # without our marker; Orbax refuses to overwrite
-            _warn(f"{path} is in the way of a checkpoint; moved to {integrity.set_aside(path)}")
+            warn(f"{path} is in the way of a checkpoint; moved to {integrity.set_aside(path)}")
         needed = SPACE_FACTOR * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values())
         free = shutil.disk_usage(self.directory).free
         if free < needed:
@@ -248,7 +249,7 @@ class Checkpoints:
             integrity.marker(step).unlink()
             self._retire(manifest["kind"])
         except OSError as error:  # the checkpoint itself is safe
-            _warn(f"{self.directory}: tidying after update {update}: {error}")
+            warn(f"{self.directory}: tidying after update {update}: {error}")
 
     def _renew(self, manifest: dict, checksums: Mapping) -> bool:
         """Gives an already saved update its new kind and meta; False when it turns out damaged (then set aside)."""
@@ -257,7 +258,7 @@ class Checkpoints:
             stored = integrity.read_manifest(step)
             integrity.verify_files(step, stored)
         except Damaged as error:
-            _warn(f"checkpoint {error}; moved to {integrity.set_aside(step)}, saving it again")
+            warn(f"checkpoint {error}; moved to {integrity.set_aside(step)}, saving it again")
             return False
         new = {name: integrity.checksum_text(value) for name, value in checksums.items()}
         if new != {name: array["checksum"] for name, array in stored["arrays"].items()}:
@@ -273,7 +274,7 @@ class Checkpoints:
             raise CheckpointError(f"{text}; older checkpoints are untouched") from error
         if kind != "recovery":
             self._lost.append(text)
-        _warn(f"{text}; training goes on, older checkpoints are untouched")
+        warn(f"{text}; training goes on, older checkpoints are untouched")
         return False
 
     def _join(self, wait: bool = False) -> None:
@@ -309,14 +310,14 @@ class Checkpoints:
     def _stored(self, update: int) -> dict[str, Any] | None:
         try:
             return integrity.read_manifest(self._step(update))
-        except Damaged:
+        except CheckpointError:
             return None
 
     def _drop(self, update: int) -> None:
         try:
             integrity.drop(self._step(update))
         except OSError as error:
-            _warn(f"{self._step(update)}: cannot remove an unfinished save: {error}")
+            warn(f"{self._step(update)}: cannot remove an unfinished save: {error}")
 
     def _retire(self, kind: str) -> None:
         """After a verified save of `kind`: all recovery checkpoints go for a final one, else all but the newest two."""
@@ -344,7 +345,3 @@ def _read(directory: Path, update: int, templates: Mapping[str, Any]) -> dict[st
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

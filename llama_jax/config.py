@@ -1,11 +1,12 @@
 """Configs: from a preset file and overrides to checked settings and the numbers derived from them. Needs no JAX.
 
-The settings themselves stand in `fields.py`. `load()` reads a file of `configs/`,
-applies overrides and returns a finalized, locked ConfigDict whose `derived` part holds the exact budget.
+The settings themselves stand in `fields.py`. `load()` reads a file of `configs/`, applies overrides and returns a
+finalized, locked ConfigDict whose `derived` part holds the exact budget.
 """
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,13 +43,14 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
     Raises ConfigError naming file, field and range.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that is too long, where Path.is_file() raises
         raise ConfigError(f"config file {path} does not exist")
     if path.suffix == ".json":
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
             stored = stored.get("config", stored)
-        except (ValueError, AttributeError) as error:
+            stored.items()
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"config file {path} is not a JSON object: {error}") from error
         config = _from_plain(stored)
     else:
@@ -61,8 +63,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
             config = module.get_config()
         except ConfigError:
             raise
-        except Exception as error:
-            raise ConfigError(f"config file {path}: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"config file {path}: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"config file {path}: get_config() must return a ConfigDict")
     for field, value in (overrides or {}).items():
@@ -320,7 +322,10 @@ def _from_plain(stored: Mapping[str, Any]) -> ConfigDict:
     config = default()
     for path in FIELDS:
         if path not in values:
-            raise ConfigError(f"stored config lacks the field {path}")
+            raise ConfigError(
+                f"stored config lacks the field {path}, which is newer; write it into the stored config with the value "
+                f"that changes nothing (the default is {FIELDS[path].default!r})"
+            )
     for path, value in values.items():
         set_field(config, path, value)
     return config

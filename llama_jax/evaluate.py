@@ -2,12 +2,14 @@
 
 python -m llama_jax.evaluate --run=runs/c4_20m [--update=U] [--data=data/c4] [--split=validation|subset]
 python -m llama_jax.evaluate --model=HUGGING_FACE_FOLDER --data=data/c4 [--context=T]
+
+--config.FIELD=VALUE changes how it is computed here: --config.runtime.device=cpu, --config.model.attention=xla.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,11 @@ from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.errors import ConfigError, DataError, run_command
+from llama_jax.fields import find
+from llama_jax.files import sha256_of_file
+
+# What changes the forward pass by rounding only, so that a run can be evaluated on another device.
+FORWARD = {f"model.{name}" for name in ("attention", "head", "head_chunk_rows", "compute_dtype", "residual_dtype")}
 
 
 def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Array, int]:
@@ -38,7 +45,7 @@ def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax
     context: targets of a sequence; None: the model's own, at most 1024.
     """
     fields, params = hf.load_folder(folder)
-    context = context or min(fields["context"], 1024)
+    context = min(fields["context"], 1024) if context is None else context
     config = configs.default()
     # Only the model matters for an evaluation; a budget of one update satisfies the checks of the other fields.
     settings = {
@@ -79,9 +86,33 @@ def evaluate(config: Any, source: data.Source, row_P: jax.Array, split: str) -> 
     }
 
 
+def _with(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The config with fields set. Raises ConfigError."""
+    for field, value in settings.items():
+        configs.set_field(config, field, value)
+    return config
+
+
+def _same_tokenizer(folder: Path, source: data.Source) -> bool:
+    """False when a Hugging Face folder holds a tokenizer and the source was made with another one."""
+    files = [folder / name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    if not files or source.manifest is None or source.manifest.tokenizer["file"] is None:
+        return True
+    return source.manifest.tokenizer["sha256"] in [sha256_of_file(file) for file in files]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m llama_jax.evaluate", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_jax.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", help="run folder")
     which.add_argument("--model", help="Hugging Face Llama folder, for example exports/final of a run")
@@ -91,18 +122,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--context", type=int, help="with --model: targets a sequence; default its own, at most 1024")
     parser.add_argument("--batch", type=int, help="sequences of one forward pass")
     parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--config.FIELD", metavar="VALUE", help="an execution field, or a choice of the forward pass")
 
     def command() -> None:
+        file, overrides, words = configs.parse_arguments(arguments)
+        options = parser.parse_args(words)
+        fixed = [field for field in overrides if not (find(field).execution or field in FORWARD)]
+        if file or fixed:
+            raise ConfigError(
+                f"--config{'.' + fixed[0] if fixed else ''} can't be changed here: it belongs to the model"
+            )
         if options.model and not options.data:
             raise ConfigError("--model needs --data=CACHE, a cache made with the model's tokenizer")
-        if options.run:
+        if options.run is not None:
             stored = run_folder.read_run(options.run)
             config = configs.from_dict(stored["config"])
-            runtime.prepare(config)
+            runtime.prepare(_with(config, overrides))
             config, row_P, update = load_run(options.run, options.update)
         else:
-            runtime.prepare(configs.default())
+            runtime.prepare(_with(configs.default(), overrides))
             config, row_P = load_model(options.model, options.context)
             stored, update = None, None
         # On one device, whatever the run had.
@@ -111,19 +149,21 @@ def main(arguments: Sequence[str]) -> int:
             settings |= {"data.source": "cache", "data.path": options.data}
         if options.batch is not None:
             settings |= {"evaluation.batch_sequences": options.batch}
-        for field, value in settings.items():
-            configs.set_field(config, field, value)
-        config = configs.finalize(config)
+        config = configs.finalize(_with(config, settings | overrides))
         source = data.open_source(config)
-        if stored and options.data is None and source.fingerprint != stored["data"]["tokens"]:
+        if stored and options.data is None and source.fingerprint != stored["data"].get("tokens"):
             raise DataError(
                 f"{config.data.path} is not the data that {options.run} was trained on; restore it, or name it with "
                 "--data to evaluate on it all the same"
             )
+        with runtime.device_errors(f"lower --batch (now {config.evaluation.batch_sequences})"):
+            folder = Path(options.model or Path(options.run) / "exports" / "final")
+        if not _same_tokenizer(folder, source):
+            _warn(f"the tokenizer of {config.data.path} is not the one in {folder}: the loss means little")
         found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 
-    return run_command(command, options.debug)
+    return run_command(command, "--debug" in arguments)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,14 @@ def write_json_atomic(path: PathLike, value: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses strict JSON: ValueError for the words NaN and Infinity, which Python's parser lets through."""
-    return json.loads(text, parse_constant=_refuse_constant)
+    """Parses strict JSON: ValueError for the words NaN and Infinity, which Python's parser lets through.
+
+    Nesting too deep for Python's parser is a ValueError too.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _refuse_constant(word: str) -> NoReturn:

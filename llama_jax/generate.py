@@ -5,7 +5,8 @@
 
 FOLDER is a Hugging Face Llama folder or a run that has an export. The prompt starts as a document does, after the
 beginning-of-text id of config.json or else after its end-of-text id; a sample is shown up to its own end of text.
-Without a tokenizer (the synthetic language) prompt and samples are ids.
+Where there is neither id, an empty prompt is id 0. Without a tokenizer (the synthetic language) prompt and samples are
+ids.
 
 Letters: B sequences, S cache positions, T tokens, D width, H query heads, K key/value heads, G = H / K, d head size,
 V vocabulary, L layers.
@@ -14,7 +15,6 @@ V vocabulary, L layers.
 import argparse
 import functools
 import io
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import FrozenConfigDict
 
-from llama_jax import errors, hf, ops, tokenizer
+from llama_jax import config as configs
+from llama_jax import errors, hf, ops, runtime, tokenizer
 from llama_jax.errors import ConfigError
 from llama_jax.model import Numerics
 
@@ -59,7 +60,9 @@ def sample(
         length + steps <= model.context,
         f"{length} prompt ids and {steps} new ones exceed the context of {model.context}; shorten one of them",
     )
-    _require(math.isfinite(temperature) and temperature >= 0, f"temperature = {temperature} must be 0 or larger")
+    _require(
+        temperature == 0 or 1e-6 <= temperature <= 1e6, f"temperature = {temperature} must be 0 or from 1e-06 to 1e+06"
+    )
     _require(top_k >= 0, f"top_k = {top_k} must be 0 (all) or larger")
     _require(0 <= seed < 2**32, f"seed = {seed} must be from 0 to {2**32 - 1}")
     if temperature == 0:
@@ -191,7 +194,7 @@ def default_numerics() -> Numerics:
 
 
 def run(words: Sequence[str]) -> None:
-    """Reads the command's words, samples and prints. Raises ConfigError and CheckpointError."""
+    """Reads the command's words, samples and prints. Raises ConfigError, CheckpointError and DeviceError."""
     parser = _Parser(
         "python -m llama_jax.generate",
         description=__doc__,
@@ -211,20 +214,22 @@ def run(words: Sequence[str]) -> None:
     folder = hf.find_folder(options.model)
     section, params = hf.load_folder(folder)
     model = hf.model_section(section)
+    runtime.prepare(configs.default())
     text = tokenizer.load(folder)
     begin, ends = _special_ids(hf.read_config(folder), model.vocab_size)
     prompt = begin + _encode(text, options.prompt, model.vocab_size)
     prompt = prompt or [0]
-    new = sample(
-        model,
-        default_numerics(),
-        {name: jnp.asarray(tensor) for name, tensor in params.items()},
-        np.tile(np.array(prompt, np.int32), (options.samples, 1)),
-        options.tokens,
-        options.temperature,
-        options.top_k,
-        options.seed,
-    )
+    with runtime.device_errors("ask for fewer --samples"):
+        new = sample(
+            model,
+            default_numerics(),
+            {name: jnp.asarray(tensor) for name, tensor in params.items()},
+            np.tile(np.array(prompt, np.int32), (options.samples, 1)),
+            options.tokens,
+            options.temperature,
+            options.top_k,
+            options.seed,
+        )
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a character shows its code
     show: Callable[[list[int]], str] = text.decode if text else lambda ids: " ".join(map(str, ids))
@@ -247,6 +252,7 @@ def _special_ids(content: dict[str, Any], vocab_size: int) -> tuple[list[int], s
 
 def _encode(text: tokenizer.Tokenizer | None, prompt: str, vocab_size: int) -> list[int]:
     if text is not None:
+        _require(not any("\ud800" <= letter <= "\udfff" for letter in prompt), "--prompt: not UTF-8")
         ids = text.encode(prompt) if prompt else []
         _require(max(ids, default=0) < vocab_size, "the tokenizer has more ids than the model")
         return ids

@@ -51,7 +51,10 @@ def write_manifest(step: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(step: Path) -> dict[str, Any]:
-    """The manifest of a step if it is sound and of this format version, else Damaged. Files are not looked at."""
+    """The manifest of a step if it is sound, else Damaged; files are not looked at.
+
+    CheckpointError for a sound one of another format version: it is not damaged, only not for this program.
+    """
     path = step / MANIFEST
     try:
         manifest = read_json(path)
@@ -66,7 +69,10 @@ def read_manifest(step: Path) -> dict[str, Any]:
         raise Damaged(f"{path}: its content does not match its own SHA-256")
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
-        raise Damaged(f"{path}: format version {version} is refused, this program reads version {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{path}: format version {version} is refused, this program reads version {FORMAT_VERSION}; go on with the "
+            "program that wrote it, or start again in a new --workdir"
+        )
     kinds = {"update": int, "kind": str, "meta": dict, "arrays": dict, "files": list}
     if not all(isinstance(manifest.get(key), kind) for key, kind in kinds.items()):
         raise Damaged(f"{path}: needs {', '.join(kinds)}")

@@ -1,6 +1,7 @@
 """Trains a config: python -m llama_jax.main --config=configs/c4_20m.py [--workdir=DIR] [--config.FIELD=VALUE ...]
 
-The same command continues an interrupted run. Exit codes: see llama_jax/errors.py.
+The same command continues an interrupted run. Exit codes: 0 done, 2 configuration, 3 data, 4 checkpoint or run folder,
+5 non-finite update, 6 device, 75 saved and preempted, 130 saved and interrupted.
 """
 
 import argparse
@@ -14,7 +15,12 @@ from llama_jax.errors import ConfigError, run_command
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m llama_jax.main", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_jax.main",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
     parser.add_argument("--config.FIELD", metavar="VALUE", help="sets a field; llama_jax/fields.py lists them")
     parser.add_argument("--workdir", help="run folder; default runs/<name of the config>")
@@ -25,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(rest)
         if file is None:
             raise ConfigError("--config=FILE is required, for example --config=configs/smoke.py")
+        if options.workdir == "":
+            raise ConfigError("--workdir is empty; name a folder, or leave it out for runs/<name of the config>")
         config = configs.load(file, overrides)
         stop = runtime.watch_signals()
         runtime.prepare(config)

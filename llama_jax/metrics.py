@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from llama_jax.errors import CheckpointError, DataError
+from llama_jax.errors import CheckpointError, DataError, warn
 from llama_jax.faults import fault_point
 from llama_jax.files import parse_json, write_atomic
 
@@ -60,11 +60,9 @@ class MetricsLog:
             kept.append(piece + b"\n")
         missing += [f"{last + 1}-{update}"] * (last < update)
         if bad:
-            _warn(f"{self.path}: dropped {bad} damaged lines")
+            warn(f"{self.path}: dropped {bad} damaged lines")
         if missing:
-            _warn(
-                f"{self.path}: no lines of updates {', '.join(missing)}; the run continues from {update} without them"
-            )
+            warn(f"{self.path}: no lines of updates {', '.join(missing)}; the run continues from {update} without them")
         if b"".join(kept) != content:
             write_atomic(self.path, b"".join(kept))
         self._last = update
@@ -109,7 +107,7 @@ class MetricsLog:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, self._good_bytes)
             if not self._warned:
-                _warn(f"{self.path}: cannot write ({error.strerror or error}); the lines are kept for the next attempt")
+                warn(f"{self.path}: cannot write ({error.strerror or error}); the lines are kept for the next attempt")
             self._warned = True
             return False
         self._good_bytes += len(data)
@@ -258,7 +256,7 @@ class Progress:
         self.total_updates = total_updates
         self.every = every
         self._stream: TextIO | None = sys.stdout if stream is None else stream
-        self._live = self._stream.isatty()
+        self._live = self._stream is not None and self._stream.isatty()  # None: started with a closed output
         self._shown = False
 
     def show(self, line: Mapping[str, Any]) -> None:
@@ -292,7 +290,7 @@ class Progress:
 
 
 def progress_text(line: Mapping[str, Any], total_updates: int) -> str:
-    """update, loss, learning rate, targets/s, MFU, ETA of a train line; "?" where a value is missing."""
+    """update, loss, learning rate, targets/s, MFU where known, ETA of a train line; "?" where a value is missing."""
 
     def number(name: str, form: str) -> str:
         value = line.get(name)
@@ -304,7 +302,7 @@ def progress_text(line: Mapping[str, Any], total_updates: int) -> str:
         f"loss {number('loss', '.4f')}",
         f"lr {number('lr', '.3e')}",
         f"{'?' if rate is None else _quantity(rate)} targets/s",
-        f"MFU {'?' if mfu is None else format(mfu, '.1%')}",
+        *([] if mfu is None else [f"MFU {mfu:.1%}"]),  # never known on a device whose peak isn't
         f"ETA {'?' if eta is None else duration(eta)}",
     ]
     return "  ".join(parts)
@@ -324,7 +322,3 @@ def _quantity(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

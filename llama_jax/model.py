@@ -176,7 +176,7 @@ def init(model: Any, seed: int) -> dict[str, np.ndarray]:
 
     Norm scales are 1. One seed gives one model: each tensor has its own key, by its place in the model.
     """
-    key = jax.random.key(seed)
+    key = jax.random.key(seed, impl="threefry2x32")  # whatever JAX_DEFAULT_PRNG_IMPL and the flag below say
     residual_std = model.init_std / math.sqrt(2 * model.layers)
     params = {}
     for index, (name, shape) in enumerate(flops.parameter_shapes(model).items()):
@@ -184,6 +184,7 @@ def init(model: Any, seed: int) -> dict[str, np.ndarray]:
             params[name] = np.ones(shape, np.float32)
         else:
             std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else model.init_std
-            draw = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+            with jax.threefry_partitionable(True):
+                draw = jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
             params[name] = np.asarray(draw * np.float32(std))
     return params

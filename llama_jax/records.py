@@ -115,7 +115,7 @@ def result(
         "best": best,
         "passes": passes,
         "targets_per_s": final["targets_per_s"],
-        "targets_per_s_all": final["targets_per_s_all"],
+        "targets_per_s_all": targets / wall_s if wall_s > 0 else None,
         "mfu": final["mfu"],
         "peak_memory_bytes": stats.get("peak_bytes_in_use"),
         "wall_s": wall_s,

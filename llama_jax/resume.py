@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, hf, optimizer, outer
+from llama_jax import arena, checkpoint, data, describe, hf, metrics, optimizer, outer, run_folder
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
+from llama_jax.errors import CheckpointError
+from llama_jax.files import read_json
 
 
 @dataclasses.dataclass
@@ -96,3 +98,23 @@ def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Ar
         tokenizer.get("eos_id"),
         origin=origin,
     )
+
+
+def finished(folder: run_folder.RunFolder) -> dict[str, Any]:
+    """Verifies a finished run's final checkpoint, if its policy kept one, and repeats its result; changes nothing."""
+    try:
+        result = read_json(folder.result)
+        update, texts = result["updates"], describe.after(folder.path, result)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder.result}: damaged ({error}); delete it, then the same command writes it again"
+        ) from None
+    state = "finished"
+    # The policy that the run ended with, whatever this command's is.
+    if run_folder.read_run(folder.path)["config"]["training"]["checkpoint_policy"] != "none":
+        checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(update)
+        state = "finished and verified"
+    progress = metrics.Progress(update)
+    for text in (f"{folder.path} is {state}", *texts):
+        progress.note(text)
+    return result

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_jax import config as configs
-from llama_jax.errors import CheckpointError, ConfigError, DataError
+from llama_jax.errors import CheckpointError, ConfigError, DataError, warn
 from llama_jax.files import TMP_SUFFIX, canonical_json, parse_json, read_json, write_json_atomic
 
 FORMAT_VERSION = 1
@@ -94,11 +94,13 @@ def open_run(
         "data": _plain(data),
     }
     try:
+        str(path).encode()  # the libraries that write arrays take names in UTF-8 only
         path.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(path)
         lock = _lock(path / ".lock")
-    except OSError as error:
-        raise CheckpointError(f"run folder {path}: {error.strerror or error}; choose another --workdir") from None
+    except (OSError, ValueError) as error:  # ValueError: NUL or no UTF-8 in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"run folder {path}: {reason}; choose another --workdir") from None
     try:
         old = read_run(path) if (path / "config.json").exists() else None
         finished = (path / "result.json").exists()
@@ -197,8 +199,7 @@ def _lock(path: Path) -> int:
             raise CheckpointError(
                 f"{path.parent} is in use by {holder or 'another process'}; wait for it or choose another --workdir"
             ) from None
-        text = f"warning: {path}: this file system has no locks ({error.strerror}); run one process here only"
-        print(text, file=sys.stderr, flush=True)
+        warn(f"{path}: this file system has no locks ({error.strerror}); run one process here only")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
     return descriptor

@@ -1,14 +1,15 @@
 """Device set-up before JAX starts, and what `auto` in a config becomes on this machine."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llama_jax.errors import ConfigError, DeviceError, Error, Interrupted, Preempted
+from llama_jax.errors import ConfigError, DeviceError, Error, Interrupted, Preempted, warn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 DETERMINISTIC_FLAGS = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
@@ -68,15 +69,27 @@ def prepare(config: Any) -> None:
             "install the matching extra (scripts/setup.sh --cuda13, --cuda12 or --tpu) or change the field"
         )
     if platform == "cpu" and runtime.device == "auto" and Path("/dev/nvidiactl").exists():
-        _warn("there is an NVIDIA GPU, but this JAX has no CUDA support; training on the CPU")
+        warn("there is an NVIDIA GPU, but this JAX has no CUDA support; running on the CPU")
     if runtime.compile_cache or platform != "cpu":
-        cache = Path(runtime.compile_cache or Path.home() / ".cache" / "llama_jax")
-        cache = cache / f"jax-{jax.__version__}-{jax.devices()[0].device_kind.replace(' ', '_')}"
+        version = f"jax-{jax.__version__}-{jax.devices()[0].device_kind.replace(' ', '_')}"
         try:
+            cache = Path(runtime.compile_cache or Path.home() / ".cache" / "llama_jax") / version
             cache.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(cache))
-        except OSError as error:
-            _warn(f"runtime.compile_cache: {cache}: {error.strerror}; compiling without a cache")
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+            reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            warn(f"runtime.compile_cache: {reason}; compiling without a cache")
+
+
+@contextlib.contextmanager
+def device_errors(advice: str) -> Iterator[None]:
+    """Turns what the device runs into, such as lack of memory, into a DeviceError that ends with `advice`."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise DeviceError(f"{' '.join(str(error).split())[:600]}; {advice}") from error
 
 
 def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
@@ -141,7 +154,3 @@ def _backend_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -92,7 +92,9 @@ def read_manifest(directory: AnyPath) -> Manifest:
             raise DataError(f"{path}: larger than {_MANIFEST_BYTES} bytes, not a manifest; prepare the cache again")
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path}: missing, so {directory} is no finished token cache; prepare it first") from None
+        raise DataError(
+            f"{path}: missing, so {directory} is no finished token cache; make it with python -m data_pipeline.prepare"
+        ) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; check the path and its permissions") from None
     except (ValueError, RecursionError):

@@ -1,13 +1,12 @@
 """Copies of the metrics for TensorBoard and Weights & Biases, on request; both packages are extras."""
 
 import importlib
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, warn
 from llama_jax.files import write_atomic
 
 
@@ -105,6 +104,6 @@ def _careful(name: str, write: Callable[[Mapping[str, Any]], None], close: Calla
                 action(*arguments)
             except Exception as error:
                 working = False
-                print(f"warning: {name} stopped: {' '.join(str(error).split())[:300]}", file=sys.stderr, flush=True)
+                warn(f"{name} stopped: {' '.join(str(error).split())[:300]}")
 
     return Tracker(lambda line: run(write, line), lambda: run(close))

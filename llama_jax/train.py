@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from llama_jax import config as configs
 from llama_jax import (
-    checkpoint,
     data,
     describe,
     flops,
@@ -25,13 +25,12 @@ from llama_jax import (
     resume,
     run_folder,
 )
-from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built, build
 from llama_jax.errors import CheckpointError, DeviceError, Error, NonFiniteError
 from llama_jax.faults import fault_point
-from llama_jax.files import read_json, write_json_atomic
+from llama_jax.files import write_json_atomic
 from llama_jax.trackers import check_trackers, open_trackers
 
 Stop = Callable[[], Error | None]
@@ -53,7 +52,7 @@ def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str
     folder = run_folder.open_run(workdir, configs.to_dict(config), built.resolved, {"tokens": source.fingerprint})
     try:
         if folder.finished:
-            return _finished(folder)
+            return resume.finished(folder)
         with jax.disable_jit(not config.runtime.jit):
             return _Loop(built, source, folder, stop).run()
     except jax.errors.JaxRuntimeError as error:
@@ -232,7 +231,8 @@ class _Loop:
                     **{key: final["subset"][key] for key in ("update", "targets", "loss", "bits_per_byte")},
                     "checkpoint": f"checkpoints/{self.at.update}" if kept else None,
                 }
-                write_json_atomic(self.folder.best, self.at.best)
+            # Every time: a killed process may have left a better one, of an update that this one has not come to yet.
+            write_json_atomic(self.folder.best, self.at.best)
             if self._interval_due() and not last:
                 self._export(f"update-{self.at.update}")  # before the save: a restart behind it would not export
                 self._save("interval")
@@ -334,16 +334,3 @@ class _Loop:
 
     def _targets(self, position: int) -> int:
         return position * self.context
-
-
-def _finished(folder: run_folder.RunFolder) -> dict[str, Any]:
-    """Verifies a finished run's final checkpoint, if its policy kept one, and repeats its result; changes nothing."""
-    result, text = read_json(folder.result), "finished"
-    # The policy that the run ended with, whatever this command's is.
-    if run_folder.read_run(folder.path)["config"]["training"]["checkpoint_policy"] != "none":
-        checkpoint.Checkpoints(folder.checkpoints, None, read_only=True).read(result["updates"])
-        text = "finished and verified"
-    print(f"{folder.path} is {text}", flush=True)
-    for text in describe.after(folder.path, result):
-        print(text, flush=True)
-    return result

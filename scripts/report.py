@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax import config as configs
-from llama_jax.errors import run_command
+from llama_jax.errors import ConfigError, run_command
 from scripts import report_figures
 from scripts.report_figures import Drawing, short
 from scripts.report_runs import Run, read_run
@@ -204,7 +204,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str, chip
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _device(value: Any) -> str:
@@ -237,6 +237,8 @@ def write(directories: Sequence[str], out: str | None = None) -> Path:
     runs = [read_run(directory) for directory in directories]
     if out is not None:
         target = Path(out)
+        if not target.name:
+            raise ConfigError(f"--out={out} names no file")
     else:
         target = (runs[0].directory if len(runs) == 1 else runs[0].directory.resolve().parent) / "report.html"
     drawings = report_figures.draw(runs)
@@ -245,7 +247,7 @@ def write(directories: Sequence[str], out: str | None = None) -> Path:
     for drawing in drawings:
         (folder / f"{drawing.name}.svg").write_text(drawing.svg, encoding="utf-8")
         (folder / f"{drawing.name}.png").write_bytes(drawing.png)
-    target.write_text(page(runs, drawings, folder.name), encoding="utf-8")
+    target.write_text(page(runs, drawings, folder.name), encoding="utf-8", errors="xmlcharrefreplace")
     return target
 
 

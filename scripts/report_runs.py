@@ -66,20 +66,21 @@ def read_run(directory: str | Path) -> Run:
         raise DataError(f"{directory} is not a run folder: it has neither config.json nor metrics.jsonl")
     notes: list[str] = []
     stored = _read_json(directory / "config.json", notes)
-    config = stored.get("config", {})
+    config = _dict(stored.get("config"))
     starts = _read_json(directory / "environment.json", notes).get("starts")
-    environment = starts[-1] | {"starts": len(starts)} if starts else {}
+    environment = _dict(starts[-1]) | {"starts": len(starts)} if isinstance(starts, list) and starts else {}
     result = _read_json(directory / "result.json", notes) if (directory / "result.json").is_file() else {}
     train, evals = _read_metrics(directory / "metrics.jsonl", notes)
     if not result:
         done = train[-1]["update"] if train else 0
-        total = config.get("derived", {}).get("total_updates")
-        notes.insert(0, f"unfinished: {done:,}" + (f" of {total:,}" if total else "") + " updates so far")
+        total = _dict(config.get("derived")).get("total_updates")
+        of = f" of {total:,}" if isinstance(total, int) else ""
+        notes.insert(0, f"unfinished: {done:,}{of} updates so far")
     return Run(
         directory.resolve().name,
         directory,
         config,
-        stored.get("resolved", {}),
+        _dict(stored.get("resolved")),
         environment,
         result,
         train,
@@ -88,13 +89,20 @@ def read_run(directory: str | Path) -> Run:
     )
 
 
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
-    except ValueError:
+    except OSError as error:
+        notes.append(f"{path.name} was left out: {error.strerror}")
+        return {}
+    except (ValueError, RecursionError):
         notes.append(f"{path.name} is not valid JSON and was left out")
         return {}
     if not isinstance(value, dict):
@@ -116,9 +124,10 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], l
             continue
         try:
             line = json.loads(text)
-            update, _ = int(line["update"]), int(line["targets"])
-            kind = line["kind"]
-        except (ValueError, TypeError, KeyError):
+            update, targets, kind = line["update"], line["targets"], line["kind"]
+            if not all(type(count) is int and 0 <= count < 1 << 63 for count in (update, targets)):
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
             torn = number == len(lines)  # only a line cut off in the middle has no newline after it
             notes.append(f"{path.name}: " + ("the last line is cut off" if torn else f"line {number} is broken"))
             continue
@@ -135,7 +144,7 @@ def _series(lines: list[dict[str, Any]], field: str) -> Series:
         value = line.get(field)
         try:
             values = np.atleast_1d(np.asarray(value, dtype=np.float64))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
         if value is not None and values.size and np.isfinite(values).all():
             rows.append((float(line["targets"]), values.mean(), values.min(), values.max()))

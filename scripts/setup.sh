@@ -127,6 +127,7 @@ else
   printf 'setup: installing llama_jax%s into %s; no pinned versions for this Python, taking the newest\n' "${target#.}" "$venv"
 fi
 log="$venv/setup.log"
+printf 'setup: this takes a minute or more; what pip says goes to %s\n' "$log"
 if ! "$python" -m pip install --progress-bar off "${pins[@]}" --editable "$target" >"$log" 2>&1; then
   tail -n 20 -- "$log" >&2
   fail "the installation failed; everything pip said is in $log"

@@ -6,7 +6,7 @@ RUN is a finished run folder, CACHE the token cache it was trained on.
 """
 
 import argparse
-import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,17 +14,22 @@ from pathlib import Path
 from data_pipeline.verify import unigram_entropy
 from llama_jax import shards
 from llama_jax.errors import DataError, run_command
+from llama_jax.files import read_json
 
 
 def compare(run: Path, cache: Path) -> str:
     """The comparison as text, in nats. Raises DataError when the run has no validation loss or the cache is damaged."""
     try:
-        loss = json.loads((run / "result.json").read_text(encoding="utf-8"))["validation_loss"]
+        loss = read_json(run / "result.json")["validation_loss"]
     except FileNotFoundError:
         raise DataError(f"{run} has no result.json: the run is not finished") from None
-    if loss is None:
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{run}/result.json: damaged ({error}); the training command says what to do") from None
+    if not isinstance(loss, float):
         raise DataError(f"{run}/result.json has no validation loss: the run had evaluation.full_at_end=False")
     unigram = unigram_entropy(shards.read_manifest(cache), "validation")
+    if math.isnan(unigram.entropy):
+        raise DataError(f"{cache} has no validation text, so it is not the cache of {run}")
     return (
         f"validation loss         {loss:.4f} nats per token\n"
         f"unigram entropy         {unigram.entropy:.4f} nats per token of the validation text\n"

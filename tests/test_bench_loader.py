@@ -41,3 +41,9 @@ def test_prepared_cache_and_refusal(tmp_path):
     assert refused.stderr.count("\n") == 1
     assert str(cache) in refused.stderr
     assert {path: path.read_bytes() for path in cache.iterdir()} == before
+
+
+def test_settings_out_of_range_are_one_line():
+    for setting in ("--batch=0", "--context=0", "--group-size=0", "--shards=-1", "--shard-tokens=0", "--step-ms=nan"):
+        refused = run(setting)
+        assert refused.returncode == 2 and refused.stderr.startswith(f"error: {setting} is not from"), refused.stderr

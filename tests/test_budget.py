@@ -40,8 +40,10 @@ def check_against_simulation(plan, ends, total):
     updates = simulate(plan.batch_sequences, set(ends), total)
     assert plan.total_sequences == total
     assert plan.total_targets == total * plan.context
-    assert list(plan.sizes()) == [size for _, size, _, _ in updates]
-    assert sum(plan.sizes()) == total
+    # One more is asked for than there are, so that sizes that never end are a failure, not a hang.
+    sizes = list(itertools.islice(plan.sizes(), len(updates) + 1))
+    assert sizes == [size for _, size, _, _ in updates]
+    assert sum(sizes) == total
     assert plan.total_updates == len(updates)
     for number, (start, size, epoch, at_end) in enumerate(updates):
         assert plan.epoch(start) == epoch
@@ -120,7 +122,7 @@ def test_total_updates_against_brute_force(params, context, multiple, batch, epo
     ends = ends_by_definition(params, context, multiple, Fraction(epoch), len(plan.boundaries))
     longer = simulate(batch, set(ends), max(plan.total_sequences, ends[-1]))
     assert plan.total_updates == updates
-    assert list(plan.sizes()) == [size for _, size, _, _ in longer[:updates]]
+    assert list(itertools.islice(plan.sizes(), updates + 1)) == [size for _, size, _, _ in longer[:updates]]
     check_against_simulation(plan, ends, plan.total_sequences)
 
 
@@ -172,6 +174,12 @@ def test_epochs_far_shorter_than_a_sequence_end_with_each_sequence():
     """And cost no time: boundary k isn't searched for one k after the other."""
     plan = budget.make_plan(1000, 100, 4, 2, 1e-12, targets_per_parameter=1.0)
     assert plan.boundaries == (2, 4, 6, 8, 10)
+
+
+def test_more_virtual_epochs_than_memory_holds_are_refused():
+    for one in ({"targets_per_parameter": 1e5}, {"total_targets": 10**9}, {"total_updates": 10**9}):
+        with pytest.raises(ValueError, match=r"100,000 virtual epochs; raise training\.epoch_targets_per_parameter"):
+            budget.make_plan(10_000, 10, 4, 1, 1e-3, **one)
 
 
 def test_large_budgets_stay_exact():

@@ -184,12 +184,6 @@ def tear_manifest(step):
     return integrity.MANIFEST
 
 
-def future_version(step):
-    content = json.loads((step / integrity.MANIFEST).read_text())
-    integrity.write_manifest(step, {**content, "format_version": 99})
-    return "format version 99"
-
-
 def other_update(step):
     content = json.loads((step / integrity.MANIFEST).read_text())
     integrity.write_manifest(step, {**content, "update": 3})
@@ -217,7 +211,6 @@ DAMAGE = [
     remove_manifest,
     edit_meta,
     tear_manifest,
-    future_version,
     other_update,
     replace_by_link,
     empty_step,
@@ -239,7 +232,7 @@ def test_damaged_newest_is_named_set_aside_and_the_older_used(tmp_path, capsys, 
     assert_is(Checkpoints(directory, FINGERPRINT).restore_latest(templates()), 2, "interval")
 
 
-@pytest.mark.parametrize("damage", [flip_bit, remove_manifest, future_version], ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [flip_bit, remove_manifest], ids=lambda damage: damage.__name__)
 def test_with_none_left_the_run_stops(tmp_path, damage):
     directory = tmp_path / "checkpoints"
     saved(directory, 1)
@@ -325,6 +318,17 @@ def test_other_fingerprint_is_refused_by_name(tmp_path):
         with pytest.raises(CheckpointError) as error:
             Checkpoints(tmp_path, fingerprint).restore_latest(templates())
         assert text in str(error.value)
+    assert names(tmp_path) == ["1", "2", "saved.json"]
+
+
+def test_another_format_version_is_refused_not_set_aside(tmp_path):
+    """What a newer program saved isn't damaged: going on from an older checkpoint would throw its work away."""
+    saved(tmp_path, 1, 2)
+    content = json.loads((tmp_path / "2" / integrity.MANIFEST).read_text())
+    integrity.write_manifest(tmp_path / "2", {**content, "format_version": 99})
+    with pytest.raises(CheckpointError, match="format version 99 is refused"):
+        Checkpoints(tmp_path, FINGERPRINT).restore_latest(templates())
+    assert [entry.update for entry in Checkpoints(tmp_path, None, read_only=True).entries()] == [1]
     assert names(tmp_path) == ["1", "2", "saved.json"]
 
 
@@ -543,3 +547,19 @@ def test_a_write_that_the_system_refuses(tmp_path):
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and "CheckpointError: recovery checkpoint of update 1" in stderr, stderr[-2000:]
     assert names(tmp_path / "other") == []
+
+
+def test_a_failed_write_is_one_line(tmp_path):
+    """Of all that Orbax and its threads have to say of it; files may have 4 KiB here."""
+    code = (
+        "import sys, resource, numpy, jax\n"
+        "from llama_jax.checkpoint import Checkpoints\n"
+        "from llama_jax.errors import run_command\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "saved = Checkpoints(sys.argv[1], {})\n"
+        "x = jax.numpy.asarray(numpy.random.default_rng(0).normal(size=9999).astype(numpy.float32))\n"
+        "sys.exit(run_command(lambda: saved.save(1, {'x': x}, {}, 'final')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True)
+    assert ended.returncode == 4 and ended.stderr.startswith("error: final checkpoint of update 1"), ended.stderr
+    assert ended.stderr.count("\n") == 1 and list((tmp_path / "c").iterdir()) == []

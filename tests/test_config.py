@@ -205,7 +205,9 @@ def test_missing_and_unreadable_files(tmp_path):
     (tmp_path / "preset.txt").write_text("")
     with pytest.raises(ConfigError, match=r"preset\.txt"):
         config.load(tmp_path / "preset.txt")
-    for text in ("{", "[1, 2]", "3", "\udcff"):
+    with pytest.raises(ConfigError, match="does not exist"):
+        config.load(tmp_path / ("long" * 100))
+    for text in ("{", "[1, 2]", "3", "\udcff", '{"config": null}', "[" * 100_000):
         (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(ConfigError, match=r"config\.json"):
             config.load(tmp_path / "config.json")
@@ -344,7 +346,7 @@ def test_diff_sees_missing_fields_and_types_but_not_derived_numbers():
     ]
 
 
-# What a restart may change (SPEC C2): everything else would change the model that is trained, or its rounding.
+# What a restart may change: everything else would change the model that is trained, or its rounding.
 EXECUTION = """
 name data.path data.prefetch_groups training.checkpoint_policy training.interval_epochs training.recovery_minutes
 evaluation.batch_sequences evaluation.full_at_end log.every_updates log.consensus_every log.tensorboard log.wandb

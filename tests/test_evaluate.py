@@ -122,9 +122,11 @@ def test_a_run_on_the_synthetic_language(call, tmp_path, cache):
         (["--model={tmp}", "--data={cache}"], 4, "{tmp}/config.json"),
         (["--model={run}/exports/final", "--data={tmp}"], 3, "no finished token cache"),
         (["--run={tmp}"], 4, "is {tmp} a run folder?"),
+        (["--run="], 4, "config.json: No such file"),
         (["--run={run}", "--data={tmp}/none"], 3, "{tmp}/none"),
         (["--run={run}", "--batch=0"], 2, "evaluation.batch_sequences = 0 is not an integer in [1, 1048576]"),
         (["--model={run}/exports/final", "--data={cache}", "--context=7"], 3, "model.context = 7"),
+        (["--model={run}/exports/final", "--data={cache}", "--context=0"], 2, "model.context = 0"),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(words, code, message, trained, cache, call, tmp_path):
@@ -154,3 +156,29 @@ def test_one_source_is_required(call):
         with pytest.raises(SystemExit) as caught:
             call(*words)
         assert caught.value.code == 2
+
+
+def test_a_run_is_evaluated_with_another_forward_pass(trained, call):
+    folder, result = trained
+    code, found, _ = call(f"--run={folder}", "--config.model.attention=reference", "--config.runtime.device=cpu")
+    assert code == 0 and found["attention"] == "reference"
+    assert found["loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
+    code, found, error = call(f"--run={folder}", "--config.model.width=8")
+    assert code == 2 and "--config.model.width can't be changed here" in error
+
+
+def test_data_of_another_tokenizer_is_named(trained, cache, tmp_path, call):
+    folder, _ = trained
+    export = tmp_path / "export"
+    shutil.copytree(folder / "exports" / "final", export)
+    (export / "tokenizer.json").write_text("{}")
+    other = tmp_path / "cache"
+    shutil.copytree(cache, other)
+    (other / "tokenizer.json").write_text('{"another": "tokenizer"}')
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["tokenizer"]["file"] = "tokenizer.json"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    code, _, error = call(f"--model={export}", f"--data={other}")
+    assert code == 0 and "warning: the tokenizer of" in error
+    code, _, error = call(f"--model={folder / 'exports' / 'final'}", f"--data={cache}")
+    assert (code, error) == (0, "")

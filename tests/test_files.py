@@ -62,7 +62,7 @@ def test_the_mode_follows_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("text", ["NaN", '{"a": Infinity}', "[-Infinity]", "{", b"\xff"])
+@pytest.mark.parametrize("text", ["NaN", '{"a": Infinity}', "[-Infinity]", "{", b"\xff", "[" * 100_000])
 def test_what_is_not_json_is_refused(text):
     with pytest.raises(ValueError):
         files.parse_json(text)

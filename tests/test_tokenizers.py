@@ -122,11 +122,19 @@ def test_sentencepiece_end_token(spm):
 
 
 @pytest.mark.parametrize("name", ["x.model", "x.json"])
-@pytest.mark.parametrize("content", [b"", b"garbage", b"{}"])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'])
 def test_damaged_files_are_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=name):
         tokenizers.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000])
+def test_a_damaged_file_beside_it_is_named(tmp_path, bpe, content):
+    (tmp_path / "tokenizer.json").write_bytes(bpe.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json"):
+        tokenizers.load(tmp_path / "tokenizer.json")
 
 
 def test_unknown_specs():

@@ -422,6 +422,8 @@ def test_symmetry_peers_and_traffic():
     assert published["complete", 4, "directed"].traffic(elements) == 122_421_120
     assert published["mixed_radix", 12, "directed"].traffic(elements) == pytest.approx(4 / 3 * 81_614_080)
     assert published["disconnected", 4, "directed"].traffic(elements) == 0
+    # A prime number of workers is averaged at once: as a mean, not by six peers.
+    assert topology.make_schedule("mixed_radix", 7).traffic(7) == topology.make_schedule("complete", 7).traffic(7) == 48
     assert [schedule.peers for schedule in published.values()] == [3, 1, 1, pytest.approx(4 / 3), 0]
 
 
@@ -552,7 +554,9 @@ def collectives(compiled):
 
 
 def compile_mix(schedule, shards, excluded=()):
-    mesh = jax.make_mesh((shards,), ("worker",), (AxisType.Auto,), devices=jax.devices()[:shards])
+    data = 2 if shards == 2 else 1  # a second mesh axis, over which the arena is replicated
+    devices = jax.devices()[: shards * data]
+    mesh = jax.make_mesh((shards, data), ("worker", "data"), (AxisType.Auto,) * 2, devices=devices)
     def body(x_NP, phase, gamma):
         return topology.mix(x_NP, schedule, phase, gamma, excluded)
     specs = (Spec("worker"), Spec(), Spec())

@@ -17,7 +17,15 @@ from harness import ENDS, SEQUENCES, SIZES, StopAfter, tiny
 
 from llama_jax import build as builds
 from llama_jax import checkpoint, data, faults, integrity, train, validation
-from llama_jax.errors import CheckpointError, ConfigError, DataError, Interrupted, NonFiniteError, Preempted
+from llama_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    Interrupted,
+    NonFiniteError,
+    Preempted,
+)
 
 ASKS = 19  # calls of `stop` in a tiny run: 7 updates, 3 evaluations of 2 batches and once after each, 3 batches
 SAVING = {"training.recovery_minutes": 0.0}  # a recovery checkpoint after every update
@@ -134,6 +142,7 @@ def test_result_and_best(unbroken, scenario):
         bits = bytes_per_token and validation["loss"] / math.log(2) / bytes_per_token
         assert result["bits_per_byte"] == (bits and pytest.approx(bits, rel=1e-12))
         assert result["wall_s"] > 0 and result["device"] == jax.devices()[0].device_kind
+        assert result["targets_per_s_all"] == result["targets"] / result["wall_s"]
         best = min(harness.lines(folder, "eval")[:3], key=lambda line: line["loss"])
         stored = harness.strict((folder / "best.json").read_text())
         assert stored == result["best"]
@@ -229,8 +238,11 @@ def test_the_best_of_former_processes_stays_the_best(tmp_path):
     assert best["update"] == 4
     with pytest.raises(Preempted):
         harness.run(config, tmp_path / "run", StopAfter(14))
+    # What a process that was killed later may have left, and this one does not find again on an accelerator.
+    (tmp_path / "run/best.json").write_text('{"update": 8, "loss": 0.0}')
     harness.run(config, tmp_path / "run")
     assert harness.outcome(tmp_path / "run") == harness.outcome(tmp_path / "unbroken")
+    assert harness.strict((tmp_path / "run/best.json").read_text()) == best
 
 
 @pytest.mark.parametrize("name", ["synthetic", "cache", "accumulation"])
@@ -468,6 +480,18 @@ def test_a_finished_run_is_verified_and_repeats_its_result(unbroken, tmp_path, c
     assert (folder / "checkpoints/10").is_dir() and not (folder / "checkpoints/damaged").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"updates": 10, "targets": "x"}', "[" * 100_000])
+def test_a_damaged_result_is_named_and_written_again(text, unbroken, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken("synthetic"), folder)
+    (folder / "result.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"result\.json: damaged .*; delete it, then the same command"):
+        harness.run(tiny(), folder)
+    (folder / "result.json").unlink()
+    harness.run(tiny(), folder)
+    assert harness.outcome(folder) == harness.outcome(unbroken("synthetic"))
+
+
 def test_policy_final_leaves_exactly_one_checkpoint(unbroken):
     folder = unbroken("synthetic")
     assert harness.kept(folder) == [(10, "final")]
@@ -585,6 +609,24 @@ def test_a_non_finite_evaluation_ends_the_run(tmp_path, unbroken):
             train.run(tiny(), tmp_path)
     assert not (tmp_path / "best.json").exists()
     harness.run(tiny(), tmp_path)
+    assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_an_error_of_the_device_is_one_line(out_of_memory, unbroken, tmp_path, monkeypatch):
+    text = "RESOURCE_EXHAUSTED: Out of memory" if out_of_memory else "INTERNAL: the device\nis lost"
+
+    def step(state, batch, lr_N):
+        raise jax.errors.JaxRuntimeError(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build", lambda config: harness.KEPT(config)._replace(step=step))
+        with pytest.raises(DeviceError) as caught:
+            train.run(tiny(), tmp_path)
+    message = str(caught.value)
+    assert caught.value.exit_code == 6 and message.startswith(" ".join(text.split())) and "\n" not in message
+    assert ("lower training.microbatch (now 16)" in message) == out_of_memory
+    harness.run(tiny(), tmp_path)  # the folder is unlocked, and the run starts again
     assert harness.outcome(tmp_path) == harness.outcome(unbroken("synthetic"))
 
 

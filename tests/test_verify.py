@@ -43,6 +43,16 @@ def test_whole_cache(cache, capsys):
     assert any("bad input skipped: 3" in line for line in lines)
 
 
+def test_what_other_programs_say_of_their_sources_is_not_trusted(cache, capsys):
+    content = json.loads((cache / "manifest.json").read_bytes())
+    content["sources"] = [{"skipped": "none"}, {}]
+    content["tokenizer"]["name"] = "half \ud800"
+    (cache / "manifest.json").write_text(json.dumps(content))
+    assert verify.main([str(cache)]) == 0
+    out = capsys.readouterr().out
+    assert "sources: 2, bad input skipped: 0" in out and "tokenizer half \\ud800: 5 ids" in out
+
+
 @pytest.mark.parametrize("name", ["train-00000.bin", "train-00001.bin", "validation-00000.bin"])
 def test_changed_byte(cache, capsys, name):
     data = bytearray((cache / name).read_bytes())
