@@ -616,7 +616,7 @@ def test_a_non_finite_evaluation_ends_the_run(tmp_path, unbroken):
 def test_an_error_of_the_device_is_one_line(out_of_memory, unbroken, tmp_path, monkeypatch):
     text = "RESOURCE_EXHAUSTED: Out of memory" if out_of_memory else "INTERNAL: the device\nis lost"
 
-    def step(state, batch, lr_N):
+    def step(state, batch, lr_N, mixing):
         raise jax.errors.JaxRuntimeError(text)
 
     with monkeypatch.context() as patch:
