@@ -28,15 +28,14 @@ from llama_jax.files import sha256_of_file
 FORWARD = {f"model.{name}" for name in ("attention", "head", "head_chunk_rows", "compute_dtype", "residual_dtype")}
 
 
-def load_run(path: str | Path, update: int | None = None) -> tuple[Any, jax.Array, int]:
-    """(config, mean parameter row [P], update) of a run's newest or given checkpoint, verified.
+def load_run(path: str | Path, update: int | None = None) -> tuple[jax.Array, int]:
+    """(mean parameter row [P], update) of a run's newest or given checkpoint, verified.
 
     Raises CheckpointError. Changes nothing in the folder.
     """
-    config = configs.from_dict(run_folder.read_run(path)["config"])
     saved = checkpoint.Checkpoints(Path(path) / "checkpoints", None, read_only=True)
     found = saved.read(update, ["params"])
-    return config, validations.mean_row(found.arrays["params"]), found.update
+    return validations.mean_row(found.arrays["params"]), found.update
 
 
 def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax.Array]:
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
             stored = run_folder.read_run(options.run)
             config = configs.from_dict(stored["config"])
             runtime.prepare(_with(config, overrides))
-            config, row_P, update = load_run(options.run, options.update)
+            row_P, update = load_run(options.run, options.update)
         else:
             runtime.prepare(_with(configs.default(), overrides))
             config, row_P = load_model(options.model, options.context)
