@@ -20,7 +20,7 @@ from llama_jax import arena, checkpoint, data, hf, run_folder, runtime
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
-from llama_jax.errors import ConfigError, DataError, run_command
+from llama_jax.errors import ConfigError, DataError, run_command, warn
 from llama_jax.fields import find
 from llama_jax.files import sha256_of_file
 
@@ -100,10 +100,6 @@ def _same_tokenizer(folder: Path, source: data.Source) -> bool:
     return source.manifest.tokenizer["sha256"] in [sha256_of_file(file) for file in files]
 
 
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -158,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         with runtime.device_errors(f"lower --batch (now {config.evaluation.batch_sequences})"):
             folder = Path(options.model or Path(options.run) / "exports" / "final")
         if not _same_tokenizer(folder, source):
-            _warn(f"the tokenizer of {config.data.path} is not the one in {folder}: the loss means little")
+            warn(f"the tokenizer of {config.data.path} is not the one in {folder}: the loss means little")
         found = evaluate(config, source, row_P, options.split)
         print(json.dumps(found if update is None else {"update": update, **found}), flush=True)
 

@@ -85,9 +85,25 @@ def restore(
 
 def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Array, at: Progress) -> None:
     """The mean model in ordinary format, with the tokenizer of its data."""
-    config = built.config
-    params = arena.from_row(np.asarray(validations.mean_row(params_NP)), built.layout)
-    origin = {"run": config.name, "update": at.update, "targets": at.position * config.model.context}
+    export_row(directory, built.config, source, validations.mean_row(params_NP), at.update, at.position)
+
+
+def export_row(
+    directory: Path,
+    config: Any,
+    source: data.Source,
+    row_P: jax.Array,
+    update: int,
+    position: int,
+    worker: int | None = None,
+    dtype: str = "float32",
+) -> None:
+    """One parameter row [P] in ordinary format, with the tokenizer of its data; worker None: the mean of the workers.
+
+    position: sequences of the stream that all workers together have seen. Raises as hf.export_model.
+    """
+    params = arena.from_row(np.asarray(row_P), arena.make_layout(config.model))
+    origin = {"run": config.name, "update": update, "targets": position * config.model.context}
     tokenizer = source.manifest.tokenizer if source.manifest else {}
     hf.export_model(
         directory,
@@ -96,7 +112,8 @@ def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Ar
         source.manifest.directory / tokenizer["file"] if source.manifest and tokenizer["file"] else None,
         tokenizer.get("bos_id"),
         tokenizer.get("eos_id"),
-        origin=origin,
+        dtype,
+        origin if worker is None else {**origin, "worker": worker},
     )
 
 

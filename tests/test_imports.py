@@ -30,7 +30,7 @@ LAYERS = [
     ["describe", "records"],
     ["resume"],
     ["train"],
-    ["main", "evaluate"],
+    ["main", "evaluate", "export"],
 ]
 COMMANDS = {("generate", "main")}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,101 @@
+"""Writes the model of a run as a Hugging Face folder with its tokenizer: the mean of the workers, or one, or each.
+
+python -m llama_jax.export --run=runs/c4_20m_packed4 --out=FOLDER [--update=U] [--worker=I] [--dtype=bfloat16]
+python -m llama_jax.export --run=runs/c4_20m_packed4 --out=FOLDER --worker=all      # FOLDER/worker-0, ...
+
+Reads a verified checkpoint, also while the run trains, and never changes the run folder. Works on the CPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama_jax import checkpoint, data, hf, resume, run_folder, runtime
+from llama_jax import config as configs
+from llama_jax import validation as validations
+from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    update: int | None = None,
+    worker: int | str = "mean",
+    cache: str | None = None,
+    dtype: str = "float32",
+) -> tuple[list[Path], int]:
+    """(folders written, update) of the newest or a given checkpoint of a run.
+
+    worker: "mean" (of float32 numbers, in float32), a number, or "all" for out/worker-0 and so on. cache: where the
+    token cache of the run is now. Raises ConfigError for a worker that isn't there, CheckpointError for a
+    damaged checkpoint or a folder in use, DataError for other data than the run's.
+    """
+    run, out = Path(run), Path(out)
+    stored = run_folder.read_run(run)
+    config = configs.from_dict(stored["config"])
+    workers = config.decentralized.workers
+    chosen: dict[Path, int | None] = {out: None}
+    if worker == "all":
+        chosen = {out / f"worker-{number}": number for number in range(workers)}
+    elif worker != "mean":
+        if str(worker) not in map(str, range(workers)):
+            raise ConfigError(f"--worker={worker} is none of {run}: 0 to {workers - 1}, or all")
+        chosen = {out: int(worker)}
+    _refuse_in_use(run, out)
+    if cache is not None:
+        configs.set_field(config, "data.source", "cache")
+        configs.set_field(config, "data.path", cache)
+    source = data.open_source(config)
+    if source.fingerprint != stored["data"].get("tokens"):
+        where = config.data.path or "the synthetic language"
+        raise DataError(f"{where} is not the data that {run} was trained on; restore it, or name it with --data")
+    found = checkpoint.Checkpoints(run / "checkpoints", None, read_only=True).read(update, ["params"])
+    params_NP, position = found.arrays["params"], found.meta["progress"]["position"]
+    for folder, number in chosen.items():
+        row_P = validations.mean_row(params_NP) if number is None else params_NP[number]
+        resume.export_row(folder, config, source, row_P, found.update, position, number, dtype)
+    return list(chosen), found.update
+
+
+def _refuse_in_use(run: Path, out: Path) -> None:
+    """ConfigError when `out` is part of the run, CheckpointError when there is something in it."""
+    if out.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(f"--out={out} lies in {run}, which this command never changes; choose another folder")
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise CheckpointError(f"--out={out} exists and is not an empty folder; choose another one")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m llama_jax.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", required=True, help="run folder")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="new or empty folder")
+    parser.add_argument("--update", type=int, help="checkpoint of the run; default the newest")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--mean", dest="worker", action="store_const", const="mean", help="float32 mean (the default)")
+    which.add_argument("--worker", metavar="I", help="one worker from 0, or all: FOLDER/worker-0, ...")
+    parser.add_argument("--data", help="where the token cache of the run is now; default where it was")
+    parser.add_argument("--dtype", choices=tuple(hf.DTYPES), default="float32", help="of the weights; bfloat16 rounds")
+    parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
+    parser.set_defaults(worker="mean")
+
+    def command() -> None:
+        options = parser.parse_args(arguments)
+        config = configs.default()
+        configs.set_field(config, "runtime.device", "cpu")  # beside a run that has the accelerator's memory
+        runtime.prepare(config)
+        folders, update = export(options.run, options.out, options.update, options.worker, options.data, options.dtype)
+        for folder in folders:
+            print(f"update {update}: {folder}", flush=True)
+
+    return run_command(command, "--debug" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
