@@ -689,6 +689,11 @@ def test_resume_after_a_crash_inside_a_cycle(asks, five, tmp_path):
         ("decentralized.scheme", "atc", "awc"),
         ("decentralized.adaptive.mode", "lr_power", "off"),
         ("decentralized.adaptive.exclude", "norm", ""),
+        ("decentralized.worker_lr", "0.001,0.002,0.003,0.004", ""),
+        ("decentralized.sync_every", 2, 0),
+        ("decentralized.outer_lr", 1.0, 0.7),
+        ("decentralized.outer_momentum", 0.0, 0.9),
+        ("decentralized.outer_nesterov", False, True),
     ],
 )
 def test_other_workers_and_another_mixing_are_refused_with_the_difference(field, value, old, four, capsys):
