@@ -36,6 +36,14 @@ def commands(tmp_path_factory):
     return harness.Commands(tmp_path_factory.mktemp("commands"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs():
+    """The unbroken runs compile for themselves, as the processes do: other modules compile with less optimization."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "KEPT", harness.KeptBuilds())
+        yield
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_an_update_and_restarted(name, commands, tmp_path):
     """Two kills at seeded updates, each behind a recovery checkpoint of its process; ten updates in all."""
