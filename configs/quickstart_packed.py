@@ -1,10 +1,11 @@
-"""Four workers packed on one CPU, mixed over the one-peer exponential graph: a minute or two, on the quickstart's data.
+"""Four workers packed on one CPU, mixed over the one-peer exponential graph; scripts/quickstart.sh --packed runs it.
 
     python -m data_pipeline.prepare --source=mini --mini_clients=pip --tokenizer=bpe:4096 --out=data/quickstart
     python -m llama_jax.main --config=configs/quickstart_packed.py --workdir=runs/quickstart_packed
 
-A smaller model than configs/quickstart.py, since four of them train. The line of an update shows the loss over all
-workers; metrics.jsonl has each worker's, the consensus distance, and at evaluations the mean and the local models.
+A minute or two of training on the quickstart's data. A smaller model than configs/quickstart.py, since four of them
+train: expect about 5.9 nats, against 6.7 for the unigram entropy. The line of an update shows the loss over all workers;
+metrics.jsonl has each worker's, the consensus distance, and at evaluations the mean and the local models.
 """
 
 from llama_jax.config import default
@@ -21,7 +22,7 @@ def get_config():
     config.model.ffn = 176
     config.training.targets_per_parameter = None
     config.training.total_updates = 300
-    config.training.epoch_targets_per_parameter = 1.0
+    config.training.epoch_targets_per_parameter = 0.25
     config.training.sequence_multiple = 4
     config.training.batch_targets = 4 * 4 * 128  # workers x sequences x context
     config.training.microbatch = 4

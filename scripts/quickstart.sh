@@ -5,22 +5,26 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--config.FIELD=VALUE ...]
+usage: bash scripts/quickstart.sh [--packed] [--config.FIELD=VALUE ...]
 
 Takes a few minutes on two CPU cores. Everything stays in this checkout: .venv (environment), data/quickstart (tokens),
-runs/quickstart (the run, its samples and its report). Fields given here go to training, such as
---config.training.total_updates=1200; they need a new run, so remove runs/quickstart first.
-PYTHON and VENV choose another interpreter and environment, as in scripts/setup.sh.
+runs/quickstart (the run, its samples and its report). With --packed four smaller models train together on the same
+data, mixed over the one-peer exponential graph: configs/quickstart_packed.py into runs/quickstart_packed.
+Fields given here go to training, such as --config.training.total_updates=1200; they need a new run, so remove its
+folder first. PYTHON and VENV choose another interpreter and environment, as in scripts/setup.sh.
 TEXT
 }
 
+preset=quickstart
+fields=()
 for argument in "$@"; do
   case "$argument" in
     -h | --help)
       usage
       exit 0
       ;;
-    --config.?*=*) ;;
+    --packed) preset=quickstart_packed ;;
+    --config.?*=*) fields+=("$argument") ;;
     *)
       usage >&2
       printf 'error: unknown argument: %s\n' "$argument" >&2
@@ -31,7 +35,7 @@ done
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 data=data/quickstart
-run=runs/quickstart
+run="runs/$preset"
 started=$SECONDS
 
 step() { printf '\n[%s/6 %4ds] %s\n' "$1" "$((SECONDS - started))" "$2"; }
@@ -47,8 +51,8 @@ else
   "$python" -m data_pipeline.prepare --source=mini --mini_clients=pip --tokenizer=bpe:4096 --out="$data"
 fi
 
-step 3 "Training: configs/quickstart.py into $run"
-"$python" -m llama_jax.main --config=configs/quickstart.py --workdir="$run" "$@"
+step 3 "Training: configs/$preset.py into $run"
+"$python" -m llama_jax.main --config="configs/$preset.py" --workdir="$run" "${fields[@]}"
 
 step 4 "Evaluation: the whole validation split"
 "$python" -m llama_jax.evaluate --run="$run"
@@ -61,7 +65,7 @@ step 6 "Report"
 "$python" scripts/report.py "$run"
 
 printf '\nDone in %d s. The results:\n' "$((SECONDS - started))"
-printf '  %-34s %s\n' \
+printf '  %-38s %s\n' \
   "$run/report.html" "curves, numbers, settings: open it in a browser" \
   "$run/metrics.jsonl" "every update and evaluation" \
   "$run/result.json" "the final numbers" \

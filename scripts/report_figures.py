@@ -105,7 +105,7 @@ def look(index: int) -> dict[str, Any]:
 
 
 def _loss(axes: Axes, runs: Sequence[Run]) -> str:
-    several, top, width, marked = len(runs) > 1, [], 1, False
+    several, top, width, marked, banded = len(runs) > 1, [], 1, False, False
     for index, run in enumerate(runs):
         train, style = run.series("loss"), look(index)
         if len(train):
@@ -114,6 +114,7 @@ def _loss(axes: Axes, runs: Sequence[Run]) -> str:
                 axes.plot(train.x, train.y, color=style["color"], linewidth=0.5, alpha=0.35)
             if (train.high > train.low).any():
                 axes.fill_between(train.x, train.low, train.high, color=style["color"], alpha=0.15, linewidth=0)
+                banded = True
             axes.plot(train.x, mean, label=run.name if several else "training", **style)
             top.append(mean[min(len(mean) - 1, len(mean) // 20)])
         for split, marker, size in (("subset", "o", 3.5), ("validation", "D", 6)):
@@ -132,6 +133,7 @@ def _loss(axes: Axes, runs: Sequence[Run]) -> str:
     axes.set_ylabel("nats per target")
     caption = "Mean next-token loss of each update"
     caption += f" (thin) and its moving mean over {2 * SMOOTHING:.0%} of the run (thick)" if width > 1 else ""
+    caption += "; band: from the lowest worker to the highest" if banded else ""
     return caption + ("; dots: validation subset, diamond: full validation." if marked else ".")
 
 
@@ -170,8 +172,10 @@ def _workers(axes: Axes, runs: Sequence[Run]) -> str:
             targets, colour = [line["targets"] for line in lines], look(index)["color"]
             low, high = ([line["local_loss"][key] for line in lines] for key in ("min", "max"))
             axes.fill_between(targets, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(targets, [line["local_loss"]["mean"] for line in lines], ":", color=colour, linewidth=1)
-            axes.plot(targets, [line["loss"] for line in lines], "o-", markersize=3, label=run.name, color=colour)
+            names = (None, run.name) if len(runs) > 1 else ("local models", "mean model")
+            means, losses = [line["local_loss"]["mean"] for line in lines], [line["loss"] for line in lines]
+            axes.plot(targets, means, ":", color=colour, linewidth=1, label=names[0])
+            axes.plot(targets, losses, "o-", markersize=3, color=colour, label=names[1])
     axes.set_ylabel("nats per target")
     return "Validation subset: the mean model (solid), the local models' mean (dotted) and their range (band)."
 

@@ -15,7 +15,7 @@ SMOOTHING = 0.01  # of a run's updates, on each side
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over a run: x in targets; y, with the lowest and highest worker (equal to y for one worker)."""
+    """A quantity over a run: x in targets; y, with the lowest and highest worker (y itself where it has no workers)."""
 
     x: np.ndarray
     y: np.ndarray
@@ -44,7 +44,10 @@ class Run:
     notes: tuple[str, ...]
 
     def series(self, field: str) -> Series:
-        """A field of the train lines against targets; lines without it or with a non-finite value are left out."""
+        """A field of the train lines against targets; lines without it or with a non-finite value are left out.
+
+        What the workers have of it stands in the field worker_NAME, a list.
+        """
         return _series(self.train, field)
 
     def evaluations(self, split: str, field: str = "loss") -> Series:
@@ -142,12 +145,14 @@ def _series(lines: list[dict[str, Any]], field: str) -> Series:
     rows = []
     for line in lines:
         value = line.get(field)
+        if value is None:
+            continue
         try:
-            values = np.atleast_1d(np.asarray(value, dtype=np.float64))
+            values = [float(value), *map(float, line.get(f"worker_{field}") or [value])]
         except (TypeError, ValueError, OverflowError):
             continue
-        if value is not None and values.size and np.isfinite(values).all():
-            rows.append((float(line["targets"]), values.mean(), values.min(), values.max()))
+        if np.isfinite(values).all():
+            rows.append((float(line["targets"]), values[0], min(values[1:]), max(values[1:])))
     table = np.array(rows, dtype=np.float64).reshape(-1, 4)
     return Series(*table.T)
 

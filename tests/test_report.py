@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from llama_jax import config as configs
 from llama_jax.errors import ConfigError, DataError
@@ -40,11 +41,14 @@ def write_run(directory, updates=200, finished=True, lr=0.0056, workers=1, tail=
     for update in range(1, updates + 1):
         loss = 3 + 7 * math.exp(-update / 40)
         line = {"kind": "train", "update": update, "targets": update * BATCH, "lr": lr * min(1, update / 20)}
-        line |= {"loss": loss if workers == 1 else [loss + i for i in range(workers)], "grad_norm": 1 + 1 / update}
-        line |= {"targets_per_s": 1000.0 + update, "mfu": 0.4}
+        line |= {"loss": loss, "grad_norm": 1 + 1 / update, "targets_per_s": 1000.0 + update, "mfu": 0.4}
+        if workers > 1:
+            line |= {"worker_loss": [loss + i - (workers - 1) / 2 for i in range(workers)], "gamma": update / 200}
+            line |= {"consensus_distance": 4.0, "consensus_predicted": 8.0} if update % 20 == 0 else {}
         lines.append(line)
         if update % 50 == 0:
-            lines.append({"kind": "eval", "update": update, "targets": update * BATCH, "split": "subset", "loss": 3.5})
+            line = {"kind": "eval", "update": update, "targets": update * BATCH, "split": "subset", "loss": 3.5}
+            lines.append(line | ({"local_loss": {"mean": 4.0, "min": 3.75, "max": 4.5}} if workers > 1 else {}))
     if finished:
         place = {"kind": "eval", "update": updates, "targets": updates * BATCH}
         lines.append(place | {"split": "validation", "loss": 3.25, "bits_per_byte": 1.1})
@@ -179,7 +183,7 @@ def test_figures_are_files_too(tmp_path):
     run = write_run(tmp_path / "run", workers=3)
     report.write([str(run)], str(tmp_path / "out" / "page.html"))
     folder = tmp_path / "out" / "page_figures"
-    names = ["grad_norm", "loss", "lr", "throughput"]
+    names = ["consensus", "gamma", "grad_norm", "loss", "lr", "throughput", "workers"]
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"{n}.{e}" for n in names for e in ("png", "svg"))
     for name in names:
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -190,6 +194,34 @@ def test_figures_are_files_too(tmp_path):
     report.write([str(run)], str(tmp_path / "out" / "page.html"))
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert page == (tmp_path / "out" / "page.html").read_bytes()
+
+
+def test_figures_of_workers(tmp_path):
+    """Loss of each update with the band of the workers, local models, measured and predicted distance, gamma."""
+    one, three = (read_run(write_run(tmp_path / f"run{n}", workers=n)) for n in (1, 3))
+    assert {drawing.name for drawing in report_figures.draw([one])} == {"loss", "lr", "grad_norm", "throughput"}
+    axes = {}
+    for name, plot in (
+        ("loss", report_figures._loss),
+        ("workers", report_figures._workers),
+        ("consensus", report_figures._consensus),
+        ("gamma", report_figures._gamma),
+    ):
+        axes[name] = Figure().add_subplot()
+        plot(axes[name], [three])
+    band = axes["loss"].collections[0].get_paths()[0].vertices
+    update = 100 * BATCH
+    loss = 3 + 7 * math.exp(-100 / 40)
+    assert sorted({y for x, y in band if x == update}) == pytest.approx([loss - 1, loss + 1])
+    band = axes["workers"].collections[0].get_paths()[0].vertices
+    assert {y for x, y in band if x == update} == {3.75, 4.5}
+    assert [set(line.get_ydata()) for line in axes["workers"].get_lines()] == [{4.0}, {3.5}]
+    assert [line.get_label() for line in axes["consensus"].get_lines()] == ["measured", "independent updates"]
+    assert [set(line.get_ydata()) for line in axes["consensus"].get_lines()] == [{4.0}, {8.0}]
+    (gamma,) = axes["gamma"].get_lines()
+    np.testing.assert_array_equal(gamma.get_ydata(), np.arange(1, 201) / 200)
+    page = render(three.directory, out=tmp_path / "page.html")
+    assert "Consensus distance" in page.text and "Mixing strength" in page.text
 
 
 def test_colours_follow_the_theme(tmp_path):
@@ -225,11 +257,12 @@ def test_values_that_are_not_numbers_are_left_out(tmp_path):
     directory = write_run(tmp_path / "run", updates=4, finished=False)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lines[1] |= {"loss": None, "nonfinite": ["loss"]}
-    lines[2]["loss"] = [1.0, 3.0]
+    lines[2] |= {"loss": 2.0, "worker_loss": [1.0, 3.5, 1.5]}
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     loss = read_run(directory).series("loss")
     np.testing.assert_array_equal(loss.x, np.array([1, 3, 4]) * BATCH)
-    assert (loss.y[1], loss.low[1], loss.high[1]) == (2.0, 1.0, 3.0)
+    assert (loss.y[1], loss.low[1], loss.high[1]) == (2.0, 1.0, 3.5)
+    assert loss.low[0] == loss.y[0] == loss.high[0]
 
 
 def test_run_that_has_just_started(tmp_path):

@@ -159,6 +159,60 @@ def test_setup_installs_once(checkout):
     assert words == []
 
 
+@pytest.fixture
+def quickstart(tmp_path):
+    """A function that runs quickstart.sh in a folder with a space; its Python only notes what it is asked to run."""
+    root = tmp_path / "my checkout"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "quickstart.sh", root / "scripts")
+    (root / "scripts" / "setup.sh").write_text("printf 'installed\\n'\n")
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/bin/sh
+printf '%s|' "$@" >> "{root}/asked.txt"
+echo >> "{root}/asked.txt"
+case "$2" in
+  data_pipeline.prepare) mkdir -p data/quickstart && echo > data/quickstart/manifest.json ;;
+  llama_jax.main)
+    for word in "$@"; do case "$word" in --workdir=*) mkdir -p "${{word#--workdir=}}" ;; esac; done
+    exit "${{TRAIN_CODE:-0}}" ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+
+    def start(*arguments, **variables):
+        result = run("bash", root / "scripts" / "quickstart.sh", *arguments, cwd="/", **variables)
+        asked = (root / "asked.txt").read_text().splitlines()
+        (root / "asked.txt").unlink()
+        return result, [line.strip("|").split("|") for line in asked]
+
+    return start
+
+
+@pytest.mark.parametrize(("word", "name"), [("", "quickstart"), ("--packed", "quickstart_packed")])
+def test_quickstart_runs_each_step_once(word, name, quickstart):
+    train = ["-m", "llama_jax.main", f"--config=configs/{name}.py", f"--workdir=runs/{name}"]
+    behind = [
+        ["-m", "llama_jax.evaluate", f"--run=runs/{name}"],
+        ["scripts/unigram.py", f"runs/{name}", "data/quickstart"],
+        ["-m", "llama_jax.generate", f"--model=runs/{name}", "--prompt=The people of the United States"],
+        ["scripts/report.py", f"runs/{name}"],
+    ]
+    assert (ROOT / train[2].removeprefix("--config=")).is_file()
+    result, asked = quickstart(*filter(None, [word]))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert asked[0][:3] == ["-m", "data_pipeline.prepare", "--source=mini"]
+    assert asked[1:] == [train, *behind]
+    assert f"runs/{name}/report.html " in result.stdout
+    field = "--config.name=a b"
+    result, asked = quickstart(*filter(None, [field, word, "--config.seed=1"]))
+    assert asked == [[*train, field, "--config.seed=1"], *behind]  # the data are there already
+    result, asked = quickstart(*filter(None, [word]), TRAIN_CODE=75)
+    assert (result.returncode, asked) == (75, [train])
+
+
 def test_constraints_pin_everything_exactly():
     for path in sorted((ROOT / "constraints").glob("py*.txt")):
         pins = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
