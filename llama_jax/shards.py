@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_jax.errors import DataError
+from llama_jax.files import canonical_json, publish, sha256_of_file, write_atomic
 
 AnyPath = str | os.PathLike[str]
 
@@ -74,11 +75,6 @@ def dtype_for(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 65_536 else "<u4"
 
 
-def canonical_sha256(content: object) -> str:
-    """SHA-256 (hex) of `content` as JSON with sorted keys and no white space."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def read_manifest(directory: AnyPath) -> Manifest:
     """Reads and checks the manifest of a cache, and the size of every file it names; hashes nothing.
 
@@ -114,10 +110,8 @@ def write_manifest(directory: AnyPath, content: dict[str, Any]) -> Manifest:
     full = {"format_version": FORMAT_VERSION, "finished": True, **content}
     text = json.dumps(full, default=dataclasses.asdict, indent=1, allow_nan=False) + "\n"
     manifest = _parse(directory, json.loads(text))
-    temporary = directory / (MANIFEST + ".tmp")
-    with _disk(path, _WRITE), open(temporary, "wb") as file:
-        file.write(text.encode())
-        _publish(file, temporary, path)
+    with _disk(path, _WRITE):
+        write_atomic(path, text.encode())
     return manifest
 
 
@@ -172,7 +166,7 @@ class ShardWriter:
 
     def _finish_shard(self) -> None:
         with _disk(self._path(), _WRITE), self._file:
-            _publish(self._file, self._temporary(), self._path())
+            publish(self._file, self._temporary(), self._path())
         self.shards.append(Shard(self._path().name, self._tokens, self._hash.hexdigest()))
         self._file, self._tokens, self._hash = None, 0, hashlib.sha256()
 
@@ -260,7 +254,7 @@ def verify(manifest: Manifest) -> Iterator[tuple[str, str | None]]:
 def _check_tokenizer(manifest: Manifest) -> None:
     path = manifest.directory / manifest.tokenizer["file"]
     with _disk(path, _RESTORE):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = sha256_of_file(path)
     _check_digest(path, digest, manifest.tokenizer["sha256"])
 
 
@@ -274,7 +268,7 @@ def _parse(directory: Path, content: object) -> Manifest:
 
 def _checked(directory: Path, content: object) -> Manifest:
     """What `content` describes. Raises ValueError with the problem, DataError where that lies in another file."""
-    digest = canonical_sha256(content)
+    digest = hashlib.sha256(canonical_json(content)).hexdigest()
     record = _field({"content": content}, "content", dict, "the manifest")
     version = record.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
@@ -395,15 +389,3 @@ def _read_exactly(file: Any, path: Path, buffer: memoryview) -> None:
         if not count:
             raise DataError(f"{path}: shorter than its manifest says; {_RESTORE}")
         buffer = buffer[count:]
-
-
-def _publish(file: Any, temporary: Path, path: Path) -> None:
-    """Makes an open temporary file durable and gives it its name."""
-    file.flush()
-    os.fsync(file.fileno())
-    os.replace(temporary, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

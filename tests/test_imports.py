@@ -42,10 +42,9 @@ LONGER = {  # file: most lines it may have
 NEVER = {"tensorflow", "tf", "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 ALLOWED_OF_LLAMA_JAX = {
     "configs": {"config"},
-    "data_pipeline": {"shards", "config", "errors"},
+    "data_pipeline": {"shards", "config", "errors", "files"},
 }
 DISTRIBUTIONS = {  # import name: distribution, where they differ
-    "absl": "absl-py",
     "orbax": "orbax-checkpoint",
     "yaml": "pyyaml",
     "google": "protobuf",

@@ -9,6 +9,7 @@ import pytest
 
 from data_pipeline import mini, packages, prepare
 from llama_jax import shards
+from llama_jax.files import sha256_of_file
 
 GOOD = "The quick brown fox jumps over the lazy dog."
 
@@ -150,9 +151,7 @@ def test_build_offline_after_the_first_time(tmp_path, registry):
     rows = rows_of(items[0])
     assert [row["id"] for row in rows] == ["one/a"]  # b has no line of its own
     assert rows[0]["text"].endswith(GOOD)
-    assert (
-        items[0].sha256 == packages.file_sha256(tmp_path / "cache" / "mini" / "one.jsonl") and items[0].revision == "1"
-    )
+    assert items[0].sha256 == sha256_of_file(tmp_path / "cache" / "mini" / "one.jsonl") and items[0].revision == "1"
     play = rows_of(items[1])[0]
     assert play["text"].startswith("Play, ACT I, SCENE I. A.\n\nA: line\n\nA: line")
     asked.clear()

@@ -1,6 +1,7 @@
 """The token cache: bytes on disk against numpy and hashlib, and refusal of everything damaged or hostile."""
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -75,7 +76,7 @@ def test_writer_refuses_ids_that_do_not_fit(tmp_path, ids):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_disk_leaves_no_shard_and_no_manifest(tmp_path):
+def test_full_disk_leaves_no_shard_and_no_manifest(tmp_path, monkeypatch):
     (tmp_path / "train-00000.bin.tmp").symlink_to("/dev/full")
     writer = shards.ShardWriter(tmp_path, "train", "<u2", SHARD)
     with pytest.raises(DataError) as error:
@@ -83,11 +84,15 @@ def test_full_disk_leaves_no_shard_and_no_manifest(tmp_path):
     assert one_line(error, tmp_path / "train-00000.bin", "No space left")
     assert not (tmp_path / "train-00000.bin").exists()
     content = manifest_content(tmp_path / "cache", STREAM, VALIDATION, SHARD, 500)
-    (tmp_path / "cache" / "manifest.json.tmp").symlink_to("/dev/full")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError) as error:
         shards.write_manifest(tmp_path / "cache", content)
     assert one_line(error, "manifest.json", "No space left")
-    assert not (tmp_path / "cache" / "manifest.json").exists()
+    assert not list((tmp_path / "cache").glob("manifest.json*"))
 
 
 def test_manifest_round_trip(tmp_path):

