@@ -23,7 +23,7 @@ from harness import StopAfter, tiny
 from ml_collections import FrozenConfigDict
 from numpy_llama import quick_compilation  # noqa: F401
 
-from llama_jax import arena, config, data, loss, model, step, topology, train, validation
+from llama_jax import arena, config, data, loss, model, optimizer, step, topology, train, validation
 from llama_jax.errors import ConfigError, Preempted, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,6 +244,36 @@ def test_the_mean_never_sees_the_topology(x64, name, scheme, exclude):
         np.testing.assert_allclose(after.params_NP.mean(0), expected, rtol=0, atol=1e-14)
         assert np.abs(np.diff(after.params_NP, axis=0)).max() > 1e-3 or name == "complete"
         assert np.abs(u_NP).max() > 0.1
+
+
+@pytest.mark.parametrize("scheme", ["atc", "awc"])
+def test_complete_atc_with_sgd_is_synchronous_sgd(x64, scheme, monkeypatch):
+    """Plain SGD in place of AdamW: three workers that average after each update are one model on three times the batch.
+
+    With awc they are not: gradients are taken where the workers have come apart.
+    """
+
+    def sgd(hyper, decayed, params_NP, grads_NP, moments, lr_N):
+        return params_NP - lr_N[:, None] * grads_NP, moments
+
+    monkeypatch.setattr(optimizer, "adamw", sgd)
+    mesh, rate = step.make_mesh(1, 1), 0.5
+    unclipped = config.ConfigDict(settings(3, "complete", scheme))
+    unclipped.optimizer.clip_norm = 0.0
+    update_of = step.make_step(FrozenConfigDict(unclipped), FP64, mesh)
+    state = start(3, np.float64, apart=False)
+    params = {name: value.copy() for name, value in arena.from_row(np.array(state.params_NP[0]), LAYOUT).items()}
+    for update in range(6):
+        tokens = stream(3 * (2 if update == 3 else B), seed=update)
+        state, _ = update_of(state, deal(tokens, 3), np.full(3, rate), mixing(unclipped, update, 1.0, np.float64))
+        _, gradients = loss_and_gradients()(params, tokens.astype(np.int32))
+        params = {name: value - rate * np.asarray(gradients[name]) for name, value in params.items()}
+    off = max(
+        np.abs(found - params[name]).max()
+        for row_P in np.asarray(state.params_NP)
+        for name, found in arena.from_row(row_P, LAYOUT).items()
+    )
+    assert off < 1e-13 if scheme == "atc" else off > 1e-3
 
 
 # One worker, and workers that never mix.
