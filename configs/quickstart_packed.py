@@ -4,8 +4,8 @@
     python -m llama_jax.main --config=configs/quickstart_packed.py --workdir=runs/quickstart_packed
 
 A minute or two of training on the quickstart's data. A smaller model than configs/quickstart.py, since four of them
-train: expect about 5.9 nats, against 6.7 for the unigram entropy. The line of an update shows the loss over all workers;
-metrics.jsonl has each worker's, the consensus distance, and at evaluations the mean and the local models.
+train: expect about 5.9 nats, against 6.7 for the unigram entropy. The line of an update shows the loss over all
+workers; metrics.jsonl has each worker's, the consensus distance, and at evaluations the mean and the local models.
 """
 
 from llama_jax.config import default
