@@ -60,6 +60,11 @@ FIELDS: dict[str, Field] = {
         "auto", ("auto", "chunked", "plain"), "loss head: chunked has its own gradient, plain is autodiff"
     ),
     "model.head_chunk_rows": Field(32768, "[1, 16777216]", "tokens of one chunk of the chunked head"),
+    "model.kernels": Field(
+        "auto",
+        ("auto", "mosaic", "xla"),
+        "row operations as Mosaic kernels (Hopper) or by XLA; auto: mosaic where it can",
+    ),
     "model.compute_dtype": Field(
         "auto", ("auto", "bfloat16", "float32"), "auto: bfloat16 on accelerators, float32 on CPU"
     ),

@@ -145,8 +145,8 @@ def _block(
         return ops.plain_dense(x, weights[f"{name}_proj.weight"])
 
     h = ops.rms_norm(x_BTD, weights["input_layernorm.weight"], model.norm_eps, numerics.compute)
-    q = ops.rope(dense(h, "self_attn.q").reshape(B, T, H, d), *rope)
-    k = ops.rope(dense(h, "self_attn.k").reshape(B, T, K, d), *rope)
+    q = ops.plain_rope(dense(h, "self_attn.q").reshape(B, T, H, d), *rope)
+    k = ops.plain_rope(dense(h, "self_attn.k").reshape(B, T, K, d), *rope)
     v = dense(h, "self_attn.v").reshape(B, T, K, d)
     if position is None:
         y = ops.attention(numerics.attention)(q, k, v)

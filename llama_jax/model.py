@@ -22,7 +22,7 @@ class Numerics:
 
     compute: dtype of activations and matrix operands. residual: dtype of the residual stream.
     attention: cudnn, xla or reference. head: chunked or plain. own_gradients: fast forms with their own gradients
-    instead of the plain twins.
+    instead of the plain twins. kernels: mosaic or xla, what computes the row operations of the fast forms.
     """
 
     compute: Any = jnp.bfloat16
@@ -31,6 +31,7 @@ class Numerics:
     head: str = "chunked"
     head_chunk_rows: int = 32768
     own_gradients: bool = True
+    kernels: str = "xla"
     remat: bool = False
     scan_layers: bool = False
 
@@ -38,6 +39,10 @@ class Numerics:
 def reference(dtype: Any = jnp.float32) -> Numerics:
     """The reference path: explicit products, mask and softmax in `dtype`, no custom gradients (forward mode works)."""
     return Numerics(dtype, dtype, "reference", "plain", own_gradients=False)
+
+
+# The residual stream between two sublayers: what it was, and what is still to be added to it.
+Stream = tuple[jax.Array, jax.Array | None]
 
 
 class Weight(nnx.Module):
@@ -58,14 +63,19 @@ class Attention(nnx.Module):
         self.q_proj, self.o_proj = Weight(D, D), Weight(D, D)
         self.k_proj, self.v_proj = Weight(K * d, D), Weight(K * d, D)
 
-    def __call__(self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        B, T, D = x_BTD.shape
+    def __call__(self, h_BTD: jax.Array, scale_D: jax.Array | None, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        B, T, D = h_BTD.shape
         H, K, d = self.shape
-        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
-        q = ops.rope(dense(x_BTD, self.q_proj.weight[...]).reshape(B, T, H, d), *rope)
-        k = ops.rope(dense(x_BTD, self.k_proj.weight[...]).reshape(B, T, K, d), *rope)
-        v = dense(x_BTD, self.v_proj.weight[...]).reshape(B, T, K, d)
-        y = ops.attention(self.numerics.attention)(q, k, v)
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        if self.numerics.own_gradients:
+            dense, rotate = ops.dense, ops.rope
+            matrix = jnp.concatenate([_scaled(part, scale_D) for part in parts])
+            q, k, v = ops.projections(h_BTD, matrix, (H * d, K * d, K * d))
+        else:
+            dense, rotate = ops.plain_dense, ops.plain_rope
+            q, k, v = (dense(h_BTD, part.weight[...]) for part in parts)
+        q, k = rotate(q.reshape(B, T, H, d), *rope), rotate(k.reshape(B, T, K, d), *rope)
+        y = ops.attention(self.numerics.attention)(q, k, v.reshape(B, T, K, d))
         return dense(y.reshape(B, T, D), self.o_proj.weight[...])
 
 
@@ -77,26 +87,28 @@ class MLP(nnx.Module):
         self.gate_proj, self.up_proj = Weight(model.ffn, model.width), Weight(model.ffn, model.width)
         self.down_proj = Weight(model.width, model.ffn)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
-        gated = ops.swiglu(dense(x_BTD, self.gate_proj.weight[...]), dense(x_BTD, self.up_proj.weight[...]))
-        return dense(gated, self.down_proj.weight[...])
+    def __call__(self, h_BTD: jax.Array, scale_D: jax.Array | None) -> jax.Array:
+        if not self.numerics.own_gradients:
+            gate, up = (ops.plain_dense(h_BTD, w.weight[...]) for w in (self.gate_proj, self.up_proj))
+            return ops.plain_dense(ops.swiglu(gate, up), self.down_proj.weight[...])
+        both = jnp.concatenate([_scaled(self.gate_proj, scale_D), _scaled(self.up_proj, scale_D)])
+        return ops.dense(ops.gated(ops.dense(h_BTD, both)), self.down_proj.weight[...])
 
 
 class Block(nnx.Module):
-    """x += Attn(RMSNorm(x)); x += SwiGLU(RMSNorm(x))."""
+    """x += Attn(RMSNorm(x)); x += SwiGLU(RMSNorm(x)), where the last addition is left to the next block's norm."""
 
     def __init__(self, model: Any, numerics: Numerics):
         self.eps, self.numerics = model.norm_eps, numerics
         self.input_layernorm, self.post_attention_layernorm = Weight(model.width), Weight(model.width)
         self.self_attn, self.mlp = Attention(model, numerics), MLP(model, numerics)
 
-    def __call__(self, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        compute = self.numerics.compute
-        h = ops.rms_norm(x_BTD, self.input_layernorm.weight[...], self.eps, compute)
-        x_BTD = x_BTD + self.self_attn(h, rope).astype(x_BTD.dtype)
-        h = ops.rms_norm(x_BTD, self.post_attention_layernorm.weight[...], self.eps, compute)
-        return x_BTD + self.mlp(h).astype(x_BTD.dtype)
+    def __call__(self, stream: Stream, rope: tuple[jax.Array, jax.Array]) -> Stream:
+        x, h, scale = _add_norm(stream, self.input_layernorm, self.eps, self.numerics)
+        x, h, scale = _add_norm(
+            (x, self.self_attn(h, scale, rope)), self.post_attention_layernorm, self.eps, self.numerics
+        )
+        return x, self.mlp(h, scale)
 
 
 class Decoder(nnx.Module):
@@ -108,20 +120,31 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Block(model, numerics) for _ in range(model.layers)])
         self.norm = Weight(model.width)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """(normalized states [B, T, D], the final scale [D] where it is left to the head)."""
         x = ops.embed(self.embed_tokens.weight[...], tokens_BT, self.numerics.residual)
         rope = ops.rope_tables(self.config, np.arange(tokens_BT.shape[1]), _table_dtype(self.numerics.compute))
-        run = _run_block
-        if self.numerics.remat:
-            run = jax.checkpoint(_run_block, static_argnums=(0,))
         split = [nnx.split(layer) for layer in self.layers]
-        if self.numerics.scan_layers:
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in split))
-            x, _ = jax.lax.scan(lambda x, params: (run(split[0][0], params, x, rope), None), x, stacked)
+        stream: Stream = (x, None)
+        if self.numerics.scan_layers or self.numerics.remat:
+            # One array between the blocks: what is saved or carried there is no more than needed.
+            def run(x, structure, params):
+                return _sum(_run_block(structure, params, (x, None), rope))
+
+            if self.numerics.remat:
+                run = jax.checkpoint(run, static_argnums=(1,))
+            if self.numerics.scan_layers:
+                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in split))
+                x, _ = jax.lax.scan(lambda x, params: (run(x, split[0][0], params), None), x, stacked)
+            else:
+                for structure, params in split:
+                    x = run(x, structure, params)
+            stream = (x, None)
         else:
             for structure, params in split:
-                x = run(structure, params, x, rope)
-        return ops.rms_norm(x, self.norm.weight[...], self.config.norm_eps, self.numerics.compute)
+                stream = _run_block(structure, params, stream, rope)
+        _, h, scale = _add_norm(stream, self.norm, self.config.norm_eps, self.numerics)
+        return h, scale
 
 
 class Llama(nnx.Module):
@@ -132,14 +155,32 @@ class Llama(nnx.Module):
         if not model.tied:
             self.lm_head = Weight(model.vocab_size, model.width)
 
-    def head(self) -> jax.Array:
-        """The output projection [V, D]."""
-        tied = not hasattr(self, "lm_head")
-        return self.model.embed_tokens.weight[...] if tied else self.lm_head.weight[...]
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(states [B, T, D], output projection [V, D]), whose product is the logits."""
+        h_BTD, scale_D = self.model(tokens_BT)
+        return h_BTD, _scaled(self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens, scale_D)
 
 
-def _run_block(structure, params, x_BTD, rope):
-    return nnx.merge(structure, params)(x_BTD, rope)
+def _add_norm(stream: Stream, weight: Weight, eps: float, numerics: Numerics):
+    """(sum of the stream, its RMSNorm, the scale that the next matrix must take up or None where it is applied)."""
+    if numerics.own_gradients:
+        return *ops.add_norm(*stream, eps, numerics.compute, numerics.kernels), weight.weight[...]
+    x = _sum(stream)
+    return x, ops.rms_norm(x, weight.weight[...], eps, numerics.compute), None
+
+
+def _sum(stream: Stream) -> jax.Array:
+    x, delta = stream
+    return x if delta is None else x + delta.astype(x.dtype)
+
+
+def _scaled(weight: Weight, scale_D: jax.Array | None) -> jax.Array:
+    """A matrix [out, in] that takes up the norm's scale of its inputs: no pass over the tokens, forward or backward."""
+    return weight.weight[...] if scale_D is None else weight.weight[...] * scale_D[None, :]
+
+
+def _run_block(structure, params, stream, rope):
+    return nnx.merge(structure, params)(stream, rope)
 
 
 def _table_dtype(compute) -> jnp.dtype:
@@ -167,8 +208,7 @@ def bind(model: Any, numerics: Numerics, params: dict[str, jax.Array]) -> Llama:
 
 def logits(model: Any, numerics: Numerics, params: dict[str, jax.Array], tokens_BT: jax.Array) -> jax.Array:
     """Logits [B, T, V] in the compute dtype."""
-    llama = bind(model, numerics, params)
-    return ops.plain_dense(llama.model(tokens_BT), llama.head())
+    return ops.plain_dense(*bind(model, numerics, params)(tokens_BT))
 
 
 def init(model: Any, seed: int) -> dict[str, np.ndarray]:

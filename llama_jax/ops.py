@@ -5,11 +5,14 @@ Matrices are [out, in] as in Hugging Face Llama. Statistics (norms, softmax, los
 FP64 inputs stay FP64.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from llama_jax import kernels
 
 
 def _statistics_dtype(x: jax.Array) -> jnp.dtype:
@@ -47,6 +50,28 @@ def _dense_backward(saved, dy):
 dense.defvjp(_dense_forward, _dense_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def projections(x: jax.Array, w_OI: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """dense in parts of the outputs O = sum(sizes); the backward pass joins them for one product of each kind."""
+    return tuple(plain_dense(x, part) for part in jnp.split(w_OI, np.cumsum(sizes)[:-1]))
+
+
+def _projections_forward(x, w_OI, sizes):
+    return projections(x, w_OI, sizes), (x, w_OI)
+
+
+def _projections_backward(sizes, saved, dys):
+    return _dense_backward(saved, _once(jnp.concatenate(dys, axis=-1)))
+
+
+projections.defvjp(_projections_forward, _projections_backward)
+
+
+def _once(x: jax.Array) -> jax.Array:
+    """x computed once for all its users: XLA would repeat a concatenation before each of two products."""
+    return jax.lax.optimization_barrier(x)
+
+
 # Embedding, norm, rotary positions, gate.
 
 
@@ -64,6 +89,41 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype) -> 
     x = x.astype(_statistics_dtype(x))
     inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return (x * inverse * scale_D.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
+
+
+def add_norm(
+    x: jax.Array, delta: jax.Array | None, eps: float, dtype: jnp.dtype, rows: str
+) -> tuple[jax.Array, jax.Array]:
+    """(x + delta in the dtype of x, its RMSNorm without a scale in `dtype`); rows: mosaic or xla. [..., D]."""
+    if delta is None:
+        return x, kernels.plain_add_norm(x, jnp.zeros_like(x), eps, dtype)[1]
+    return _add_norm(eps, dtype, rows, x, delta)
+
+
+def _add_norm_value(eps, dtype, rows, x, delta):
+    return _add_norm_forward(eps, dtype, rows, x, delta)[0]
+
+
+def _add_norm_forward(eps, dtype, rows, x, delta):
+    y, h, inverse = kernels.pick(rows).add_norm(_flat(x), _flat(delta), eps, dtype)
+    y, h = y.reshape(x.shape), h.reshape(x.shape)
+    return (y, h), (h, inverse, jnp.zeros((0,), delta.dtype))
+
+
+def _add_norm_backward(eps, dtype, rows, saved, cotangents):
+    h, inverse, like = saved
+    dy, dh = cotangents
+    dx = kernels.pick(rows).norm_gradient(_flat(h), inverse, _flat(dh), _flat(dy)).reshape(dy.shape)
+    return dx, dx.astype(like.dtype)
+
+
+_add_norm = jax.custom_vjp(_add_norm_value, nondiff_argnums=(0, 1, 2))
+_add_norm.defvjp(_add_norm_forward, _add_norm_backward)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """All rows, [tokens, width]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def rope_frequencies(model) -> np.ndarray:
@@ -85,7 +145,7 @@ def rope_tables(model, positions: np.ndarray, dtype: jnp.dtype) -> tuple[jax.Arr
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
 
-def rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
+def plain_rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
     """Rotates the pairs (i, i + d/2) by position: the half-rotation convention of Hugging Face Llama."""
     x = x_BTHd.astype(_statistics_dtype(x_BTHd))
     cos, sin = cos_Tc[None, :, None, :].astype(x.dtype), sin_Tc[None, :, None, :].astype(x.dtype)
@@ -93,10 +153,55 @@ def rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHd.dtype)
 
 
+@jax.custom_vjp
+def rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
+    """plain_rope whose gradient, the rotation back, is written so that it fuses into the concatenation after it."""
+    return plain_rope(x_BTHd, cos_Tc, sin_Tc)
+
+
+def _rope_forward(x_BTHd, cos_Tc, sin_Tc):
+    return rope(x_BTHd, cos_Tc, sin_Tc), (cos_Tc, sin_Tc)
+
+
+def _rope_backward(saved, dy_BTHd):
+    cos_Tc, sin_Tc = saved
+    dy = dy_BTHd.astype(_statistics_dtype(dy_BTHd)).reshape(*dy_BTHd.shape[:-1], 2, -1)
+    cos = cos_Tc[None, :, None, None, :].astype(dy.dtype)
+    sin = jnp.stack([sin_Tc, -sin_Tc], axis=1)[None, :, None].astype(dy.dtype)
+    # The other half by reversal: splitting and joining halves would be a concatenation of its own.
+    dx = dy * cos + jax.lax.rev(dy, (dy.ndim - 2,)) * sin
+    return dx.reshape(dy_BTHd.shape).astype(dy_BTHd.dtype), None, None
+
+
+rope.defvjp(_rope_forward, _rope_backward)
+
+
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up (Shazeer 2020)."""
     wide = _statistics_dtype(gate)
     return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+
+
+@jax.custom_vjp
+def gated(gate_up: jax.Array) -> jax.Array:
+    """swiglu of the two halves of the last axis [..., 2 F] -> [..., F]; both gradients are written in one pass."""
+    return swiglu(*jnp.split(gate_up, 2, axis=-1))
+
+
+def _gated_forward(gate_up):
+    return gated(gate_up), gate_up
+
+
+def _gated_backward(gate_up, d):
+    wide = _statistics_dtype(gate_up)
+    gate, up = (x.astype(wide) for x in jnp.split(gate_up, 2, axis=-1))
+    d, sigmoid = d.astype(wide), jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    parts = (d * up * (sigmoid + silu * (1 - sigmoid)), d * silu)
+    return (_once(jnp.concatenate([part.astype(gate_up.dtype) for part in parts], axis=-1)),)
+
+
+gated.defvjp(_gated_forward, _gated_backward)
 
 
 # Causal attention.
@@ -139,59 +244,49 @@ def plain_head_loss(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weig
 
 def token_losses(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array) -> jax.Array:
     """Cross-entropy of each token in nats, float32 or wider [T]; logits in the dtype of h."""
-    return _statistics(plain_dense(h_TD, w_VD), targets_T)[2]
-
-
-def _statistics(logits_TV, targets_T):
-    """(logsumexp [T], is-target mask [T, V], loss [T]); gathers nothing, so that the passes over logits fuse."""
-    wide = logits_TV.astype(_statistics_dtype(logits_TV))
-    log_sum = jax.nn.logsumexp(wide, axis=-1)
-    hit = jax.lax.broadcasted_iota(targets_T.dtype, wide.shape, 1) == targets_T[:, None]
-    return log_sum, hit, log_sum - jnp.sum(jnp.where(hit, wide, 0), axis=-1)
+    return kernels.plain_token_losses(plain_dense(h_TD, w_VD), targets_T)[0]
 
 
 def head_loss(
-    h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weights_T: jax.Array, chunk_rows: int
+    h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weights_T: jax.Array, chunk_rows: int, rows: str = "xla"
 ) -> jax.Array:
     """plain_head_loss whose gradients are computed beside the loss, in chunks of `chunk_rows` tokens.
 
     Logits and their gradients exist once, in the dtype of h, a chunk at a time; the gradient of w is accumulated in its
     own dtype. No [T, V] array outlives its chunk and nothing is recomputed in the backward pass.
     """
-    return _head_loss(chunk_rows, h_TD, w_VD, targets_T, weights_T)
+    return _head_loss(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _head_loss_value(chunk_rows, h_TD, w_VD, targets_T, weights_T):
+def _head_loss_value(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
     total = jnp.zeros((), _statistics_dtype(h_TD))
     for part in _chunks(h_TD.shape[0], chunk_rows):
         total += jnp.sum(token_losses(h_TD[part], w_VD, targets_T[part]) * weights_T[part])
     return total
 
 
-def _head_loss_forward(chunk_rows, h_TD, w_VD, targets_T, weights_T):
+def _head_loss_forward(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
     w_cast = w_VD.astype(h_TD.dtype)
     total = jnp.zeros((), _statistics_dtype(h_TD))
     dh, dw = [], jnp.zeros_like(w_VD)
     for part in _chunks(h_TD.shape[0], chunk_rows):
-        h, weights = h_TD[part], weights_T[part]
-        logits = plain_dense(h, w_cast)
-        log_sum, hit, losses = _statistics(logits, targets_T[part])
-        total += jnp.sum(losses * weights)
-        probabilities = jnp.exp(logits.astype(log_sum.dtype) - log_sum[:, None])
-        dlogits = ((probabilities - hit) * weights[:, None].astype(log_sum.dtype)).astype(h.dtype)
+        # A chunk begins when the one before it is done, so that the logits of only one are in memory.
+        h, dw = jax.lax.optimization_barrier((h_TD[part], dw))
+        dlogits, losses = kernels.pick(rows).softmax_gradient(plain_dense(h, w_cast), targets_T[part], weights_T[part])
+        total += jnp.sum(losses * weights_T[part])
         dh.append(jnp.einsum("tv,vd->td", dlogits, w_cast))
         dw += jnp.einsum("tv,td->vd", dlogits, h, preferred_element_type=w_VD.dtype)
     return total, (jnp.concatenate(dh), dw)
 
 
-def _head_loss_backward(chunk_rows, saved, cotangent):
+def _head_loss_backward(chunk_rows, rows, saved, cotangent):
     dh, dw = saved
     return (dh * cotangent.astype(dh.dtype), dw * cotangent.astype(dw.dtype), None, None)
 
 
-_head_loss = jax.custom_vjp(_head_loss_value, nondiff_argnums=(0,))
+_head_loss = jax.custom_vjp(_head_loss_value, nondiff_argnums=(0, 1))
 _head_loss.defvjp(_head_loss_forward, _head_loss_backward)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from ml_collections import FrozenConfigDict
 
-from llama_jax import arena, consensus, loss, model, optimizer, topology
+from llama_jax import arena, consensus, loss, model, optimizer, runtime, topology
 from llama_jax import config as configs
 
 
@@ -167,7 +167,7 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
     def step(state: State, batch: Batch, lr_N: jax.Array, mixing: Mixing = NO_MIXING) -> tuple[State, Metrics]:
         return sharded(state, batch, lr_N, mixing)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=placed)
+    return jax.jit(step, donate_argnums=0, out_shardings=placed, compiler_options=runtime.compiler_options())
 
 
 class Distances(NamedTuple):
