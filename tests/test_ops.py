@@ -185,7 +185,63 @@ def test_slopes_of_small_operations_against_differences():
         check_slope(lambda x, s: ops.rms_norm(x, s, 1e-5, jnp.float64), x, scale)
         check_slope(ops.swiglu, x, 2 * x[::-1])
         tables = ops.rope_tables(numpy_llama.model(width=8, heads=1), np.arange(3), jnp.float64)
-        check_slope(lambda x: ops.rope(x, *tables), x[..., None, :])
+        check_slope(lambda x: ops.plain_rope(x, *tables), x[..., None, :])
+
+
+def twins():
+    """name: (fast form with a gradient of its own, plain form that autodiff takes apart, inputs)."""
+    x, scale = draw(0, 2, 3, 8, dtype=np.float64), draw(1, 8, dtype=np.float64)
+    w = draw(2, 14, 8, dtype=np.float64)
+    tables = ops.rope_tables(numpy_llama.model(width=8, heads=1), np.arange(3), jnp.float64)
+
+    def parts(x, w):
+        return tuple(ops.plain_dense(x, part) for part in (w[:6], w[6:10], w[10:]))
+
+    def add_norm(x, delta):
+        return x + delta, ops.rms_norm(x + delta, jnp.ones(8), 1e-5, jnp.float64)
+
+    return {
+        "dense": (ops.dense, ops.plain_dense, (x, w)),
+        "projections": (lambda x, w: ops.projections(x, w, (6, 4, 4)), parts, (x, w)),
+        "rope": (lambda x: ops.rope(x, *tables), lambda x: ops.plain_rope(x, *tables), (x[..., None, :],)),
+        "gated": (ops.gated, lambda x: ops.swiglu(x[..., :4], x[..., 4:]), (2 * x,)),
+        "add_norm": (lambda x, d: ops.add_norm(x, d, 1e-5, jnp.float64, "xla"), add_norm, (x, 3 * x[::-1] * scale)),
+    }
+
+
+@pytest.mark.parametrize("workers", [None, 3])
+@pytest.mark.parametrize("name", ["dense", "projections", "rope", "gated", "add_norm"])
+def test_own_gradients_against_autodiff_of_the_twin(name, workers):
+    with jax.enable_x64(True):
+        fast, plain, inputs = twins()[name]
+        if workers:
+            inputs = tuple(np.stack([x * (n + 1) for n in range(workers)]) for x in inputs)
+
+        def both(function):
+            over = jax.vmap(function) if workers else function
+            out, pull = jax.vjp(over, *inputs)
+            seeds = [draw(20 + i, *x.shape, dtype=np.float64) for i, x in enumerate(jax.tree.leaves(out))]
+            return out, pull(jax.tree.unflatten(jax.tree.structure(out), seeds))
+
+        for found, expected in zip(*map(jax.tree.leaves, (both(fast), both(plain))), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_add_norm_of_nothing_added():
+    x = draw(0, 2, 3, 8)
+    y, h = ops.add_norm(x, None, 1e-5, jnp.float32, "xla")
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_allclose(h, ops.rms_norm(x, jnp.ones(8), 1e-5, jnp.float32), rtol=1e-6)
+
+
+def test_a_concatenated_gradient_is_computed_once():
+    """Two products read it: without a barrier XLA repeats the concatenation in front of each on a GPU."""
+
+    def gradient(x, w):
+        return jax.grad(lambda x, w: jnp.sum(ops.gated(ops.dense(x, w)) ** 2), (0, 1))(x, w)
+
+    text = jax.jit(gradient).lower(draw(0, 4, 8), draw(1, 12, 8)).as_text()
+    assert text.count("stablehlo.optimization_barrier") == 1
 
 
 # Rotary positions.

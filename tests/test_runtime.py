@@ -35,6 +35,7 @@ def test_auto_on_a_cpu():
         "residual_dtype": "float32",
         "attention": "xla",
         "head": "chunked",
+        "kernels": "xla",
     }
     assert (numerics.compute, numerics.residual) == (np.float32, np.float32)
     assert (numerics.attention, numerics.head) == ("xla", "chunked")
@@ -57,6 +58,7 @@ def test_what_is_asked_for_is_taken():
         "residual_dtype": "float32",
         "attention": "reference",
         "head": "plain",
+        "kernels": "xla",
     }
     assert (numerics.remat, numerics.scan_layers, numerics.head_chunk_rows) == (True, True, 7)
     assert runtime.resolve(tiny(model__compute_dtype="bfloat16"))[1]["residual_dtype"] == "bfloat16"
@@ -68,6 +70,7 @@ def test_deterministic_takes_the_plain_twins():
         "residual_dtype": "float32",
         "attention": "reference",
         "head": "plain",
+        "kernels": "xla",
     }
 
 
@@ -108,12 +111,39 @@ def test_auto_on_a_gpu_takes_cudnn_only_where_it_runs(monkeypatch):
         "residual_dtype": "bfloat16",
         "attention": "cudnn",
         "head": "chunked",
+        "kernels": "xla",  # the tiny widths have none
     }
     assert runtime.resolve(tiny(model__compute_dtype="float32"))[1]["attention"] == "xla"
     assert runtime.resolve(tiny(model__attention="xla"))[1]["attention"] == "xla"
 
 
+WIDE = {"model__width": 64, "model__heads": 1, "model__vocab_size": 512}
+
+
+def test_mosaic_kernels_are_taken_on_hopper_alone(monkeypatch):
+    assert runtime.resolve(tiny(**WIDE))[1]["kernels"] == "xla"  # here
+    for capability, expected in (("9.0", "mosaic"), ("8.0", "xla"), ("10.0", "xla")):
+        monkeypatch.setattr(jax, "devices", lambda capability=capability: [gpu(capability)])
+        numerics, resolved = runtime.resolve(tiny(**WIDE))
+        assert numerics.kernels == resolved["kernels"] == expected
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    for other in ({"model__kernels": "xla"}, {"model__residual_dtype": "float32"}, {"model__compute_dtype": "float32"}):
+        assert runtime.resolve(tiny(**WIDE, **other))[1]["kernels"] == "xla"
+
+
 # Refusals.
+
+
+def test_requested_kernels_that_cannot_run_are_an_error(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"model\.kernels = mosaic can't run here: the device is .*, not a Hopper GPU"
+    ):
+        runtime.resolve(tiny(model__kernels="mosaic"))
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    with pytest.raises(ConfigError, match=r"can't run here: model\.width must be a multiple of 64; use auto or xla"):
+        runtime.resolve(tiny(model__kernels="mosaic"))
+    with pytest.raises(ConfigError, match=r"model\.compute_dtype and model\.residual_dtype must be bfloat16"):
+        runtime.resolve(tiny(**WIDE, model__kernels="mosaic", model__residual_dtype="float32"))
 
 
 def test_a_requested_attention_that_cannot_run_is_an_error(tmp_path):

@@ -350,6 +350,7 @@ def test_what_auto_became_is_recipe(unbroken):
         "residual_dtype": "float32",
         "attention": "xla",
         "head": "chunked",
+        "kernels": "xla",
     }
 
     def other(config):

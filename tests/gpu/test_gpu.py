@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
 
-from llama_jax import arena, config, loss, model, runtime, step
+from llama_jax import arena, config, kernels, loss, model, runtime, step
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
@@ -35,7 +35,9 @@ def _gradients(settings, numerics, params_NP, layout, tokens_NBS):
 def test_fast_path_against_float32_reference(workers):
     settings = config.load(ROOT / "configs" / "c4_20m.py")
     fast, resolved = runtime.resolve(settings)
-    assert resolved["attention"] == "cudnn" and resolved["compute_dtype"] == "bfloat16"
+    expected = {"attention": "cudnn", "compute_dtype": "bfloat16", "head": "chunked"}
+    hopper = jax.devices()[0].compute_capability.startswith("9.")
+    assert resolved == {**expected, "residual_dtype": "bfloat16", "kernels": "mosaic" if hopper else "xla"}
     layout = arena.make_layout(settings.model)
     rows = [arena.to_row(model.init(settings.model, seed), layout) for seed in range(workers)]
     params_NP = jnp.asarray(np.stack(rows))
@@ -48,6 +50,47 @@ def test_fast_path_against_float32_reference(workers):
         for worker in range(workers):
             error = np.linalg.norm(found[1][name][worker] - gradient[worker]) / np.linalg.norm(gradient[worker])
             assert error < 3e-2, (name, worker, error)  # eight layers of bfloat16 products, 8 bits each
+
+
+@pytest.mark.parametrize("width", [320, 512, 640])
+@pytest.mark.parametrize("workers", [None, 3])
+def test_row_kernels_against_their_twins(width, workers):
+    """Rows, and a number of tiles, that don't divide evenly among the blocks; twins in float32 on the same inputs."""
+    shape = (*([workers] if workers else []), 8 * 1217)
+    keys = jax.random.split(jax.random.key(width), 6)
+    x, delta, dy, dh = (jax.random.normal(key, (*shape, width), jnp.bfloat16) for key in keys[:4])
+    over = jax.vmap if workers else lambda function: function
+
+    def check(found, expected, bound):
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            ours, theirs = (np.asarray(array, np.float64) for array in (ours, theirs))
+            assert np.max(np.abs(ours - theirs)) <= bound * np.max(np.abs(theirs))
+
+    eps, half = 1e-5, jnp.bfloat16
+    wide = over(lambda x, delta: kernels.plain_add_norm(x, delta, eps, half))(x, delta)
+    check(jax.jit(over(lambda x, delta: kernels.add_norm(x, delta, eps, half)))(x, delta), wide, 2**-8)
+    _, h, inverse = wide
+    exact = over(kernels.plain_norm_gradient)(*(array.astype(jnp.float32) for array in (h, inverse, dh, dy)))
+    check(jax.jit(over(kernels.norm_gradient))(h, inverse, dh, dy), exact, 2**-8)
+
+
+@pytest.mark.parametrize("case", ["ordinary", "large", "nearly equal", "one token dominates"])
+@pytest.mark.parametrize("vocab", [32000, 49152])
+def test_softmax_kernel_against_its_twin(case, vocab):
+    keys = jax.random.split(jax.random.key(7), 3)
+    scale = {"ordinary": 2.0, "large": 200.0, "nearly equal": 1e-3, "one token dominates": 1.0}[case]
+    logits = scale * jax.random.normal(keys[0], (3, 1001, vocab), jnp.float32)
+    if case == "one token dominates":
+        logits = logits.at[:, :, 5].add(60.0)
+    logits = logits.astype(jnp.bfloat16)
+    targets = jax.random.randint(keys[1], (3, 1001), 0, vocab).at[:, :9].set(5).at[0, 0].set(0).at[0, 1].set(vocab - 1)
+    weights = jax.random.uniform(keys[2], (3, 1001)).at[:, 10].set(0.0)
+    gradient, losses = jax.jit(jax.vmap(kernels.softmax_gradient))(logits, targets, weights)
+    exact, exact_losses = jax.vmap(kernels.plain_softmax_gradient)(logits.astype(jnp.float32), targets, weights)
+    np.testing.assert_allclose(losses, exact_losses, rtol=2e-6, atol=2e-5 * max(1.0, scale / 20))
+    error = np.abs(np.asarray(gradient, np.float32) - np.asarray(exact))
+    assert np.all(error <= 2**-7 * np.abs(np.asarray(exact)) + 1e-7)
+    assert not np.any(np.asarray(gradient[:, 10], np.float32))
 
 
 def test_deterministic_runs_are_bitwise_equal(tmp_path):
