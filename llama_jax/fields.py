@@ -59,7 +59,9 @@ FIELDS: dict[str, Field] = {
     "model.head": Field(
         "auto", ("auto", "chunked", "plain"), "loss head: chunked has its own gradient, plain is autodiff"
     ),
-    "model.head_chunk_rows": Field(32768, "[1, 16777216]", "tokens of one chunk of the chunked head"),
+    "model.head_chunk_rows": Field(
+        32768, "[1, 16777216]", "tokens of one chunk of the chunked head, all workers of a device together"
+    ),
     "model.kernels": Field(
         "auto",
         ("auto", "mosaic", "xla"),

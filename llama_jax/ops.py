@@ -19,6 +19,11 @@ def _statistics_dtype(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
+def _flat(x: jax.Array) -> jax.Array:
+    """All rows, [tokens, width]."""
+    return x.reshape(-1, x.shape[-1])
+
+
 # Dense.
 
 
@@ -43,7 +48,8 @@ def _dense_forward(x, w_OI):
 def _dense_backward(saved, dy):
     x, w_OI = saved
     dx = jnp.einsum("...o,oi->...i", dy, w_OI.astype(x.dtype))
-    dw = jnp.einsum("...o,...i->oi", dy, x, preferred_element_type=w_OI.dtype)
+    # Over one dimension of all tokens: with two, XLA transposes dy in memory when there are several workers.
+    dw = jnp.einsum("to,ti->oi", _flat(dy), _flat(x), preferred_element_type=w_OI.dtype)
     return dx, dw
 
 
@@ -119,11 +125,6 @@ def _add_norm_backward(eps, dtype, rows, saved, cotangents):
 
 _add_norm = jax.custom_vjp(_add_norm_value, nondiff_argnums=(0, 1, 2))
 _add_norm.defvjp(_add_norm_forward, _add_norm_backward)
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """All rows, [tokens, width]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def rope_frequencies(model) -> np.ndarray:

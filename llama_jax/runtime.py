@@ -143,7 +143,8 @@ def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
         residual=jnp.dtype(residual),
         attention=attention,
         head=head,
-        head_chunk_rows=model.head_chunk_rows,
+        # The step is vmapped over the workers of a device, whose chunks are in memory together.
+        head_chunk_rows=max(1, model.head_chunk_rows * config.runtime.mesh_worker // config.decentralized.workers),
         kernels=kernels,
         remat=model.remat,
         scan_layers=model.scan_layers,
