@@ -12,6 +12,7 @@ from llama_jax import arena, budget, model, optimizer, outer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
+from llama_jax.control import Advance, Control, make_control
 from llama_jax.faults import fault_point
 
 
@@ -29,9 +30,13 @@ class Built(NamedTuple):
     measure: Callable[[steps.State], steps.Distances]
     schedule: topology.Schedule
     sync: Callable[[steps.State, outer.Outer], tuple[steps.State, outer.Outer]] | None
+    control: Advance | None
 
-    def mixing(self) -> Callable[[int], steps.Mixing]:
-        """A function from the zero-based update to its phase, gamma, and whether it is measured after it."""
+    def mixing(self) -> Callable[[int, Control | None], steps.Mixing]:
+        """A function from the zero-based update to its phase, gamma, and whether it is measured after it.
+
+        Where there is a control, gamma is its own, on the device.
+        """
         config, adaptive = self.config, self.config.decentralized.adaptive
         period, every = self.schedule.period, config.log.consensus_every
         gamma_T = None
@@ -40,9 +45,9 @@ class Built(NamedTuple):
             rates = [optimizer.learning_rate(config, end * config.model.context) for end in ends]
             gamma_T = topology.gamma_table(rates, adaptive.start_frac, adaptive.p, adaptive.min_gamma)
 
-        def of(update: int) -> steps.Mixing:
-            gamma = 1.0 if gamma_T is None else gamma_T[update]
-            return steps.Mixing(np.int32(update % period), np.float32(gamma), np.bool_((update + 1) % every == 0))
+        def of(update: int, held: Control | None) -> steps.Mixing:
+            gamma = held.gamma if held else np.float32(1 if gamma_T is None else gamma_T[update])
+            return steps.Mixing(np.int32(update % period), gamma, np.bool_((update + 1) % every == 0))
 
         return of
 
@@ -79,4 +84,5 @@ def build(config: Any) -> Built:
         steps.make_measure(config, mesh),
         steps.make_schedule(config),
         outer.make_sync(config, mesh) if config.decentralized.sync_every else None,
+        make_control(config, mesh) if config.decentralized.adaptive.mode == "target" else None,
     )

@@ -116,10 +116,18 @@ FIELDS: dict[str, Field] = {
         "awc", ("awc", "atc"), "mix the parameters before (awc) or after (atc) the local AdamW"
     ),
     # Adaptive consensus: W' = gamma W + (1 - gamma) I. An experiment: the archived C4 runs show no gain from it.
-    "decentralized.adaptive.mode": Field("off", ("off", "lr_power"), "lr_power: gamma = (lr / largest active lr)^p"),
+    "decentralized.adaptive.mode": Field(
+        "off",
+        ("off", "lr_power", "target"),
+        "lr_power: gamma = (lr / largest active lr)^p; target: gamma holds the workers' distance where it was",
+    ),
     "decentralized.adaptive.start_frac": Field(0.5, "[0, 1]", "gamma is 1 before this fraction of the updates"),
-    "decentralized.adaptive.p": Field(1.0, "[0, 100]", "power of the learning-rate ratio"),
-    "decentralized.adaptive.min_gamma": Field(0.0, "[0, 1]", "floor of gamma"),
+    "decentralized.adaptive.p": Field(1.0, "[0, 100]", "lr_power: power of the learning-rate ratio"),
+    "decentralized.adaptive.rho": Field(1.0, "(0, 100]", "target: distance to hold over the one before start_frac"),
+    "decentralized.adaptive.kappa": Field(
+        0.5, "(0, 2]", "target: once per cycle gamma *= (distance / target)^kappa; larger is faster and swings more"
+    ),
+    "decentralized.adaptive.min_gamma": Field(0.0, "[0, 1]", "floor of gamma; target needs one above 0"),
     "decentralized.adaptive.exclude": Field(
         "", None, "regular expression of tensor names that always mix with gamma 1"
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, data
+from llama_jax import arena, control, data
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
@@ -64,6 +64,14 @@ def consensus_fields(
         "cosine_params": float(distances.cosine_params),
         "cosine_mu": float(distances.cosine_mu),
         "cosine_nu": float(distances.cosine_nu),
+    }
+
+
+def control_fields(rho: float, held: control.Control) -> dict[str, Any]:
+    """What gamma was last set by: Xi^2 at the last end of a cycle, and the Xi^2 to hold from the next cycle on."""
+    return {
+        "control_distance": float(held.distance) ** 2,
+        "control_target": (rho * float(held.reference)) ** 2,
     }
 
 

@@ -313,7 +313,7 @@ def gamma_table(learning_rates: Sequence[float], start_frac: float, p: float, mi
             allowed = "finite and at least 0" if top == math.inf else "in [0, 1]"
             raise ConfigError(f"decentralized.adaptive.{field} = {value} must be {allowed}")
     rates_T = np.asarray(learning_rates, np.float64)
-    start = math.ceil(budget.exact(float(start_frac)) * len(rates_T))
+    start = budget.start_update(start_frac, len(rates_T))
     gamma_T = np.ones(len(rates_T))
     active = rates_T[start:]
     if p == 0 or not len(active):

@@ -15,6 +15,7 @@ import numpy as np
 
 from llama_jax import config as configs
 from llama_jax import (
+    control,
     data,
     describe,
     flops,
@@ -84,6 +85,7 @@ class _Dispatched(NamedTuple):
     mixing: steps.Mixing
     metrics: steps.Metrics
     distances: steps.Distances | None
+    held: control.Control | None
 
 
 class _Loop:
@@ -93,7 +95,7 @@ class _Loop:
         self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
         self.plan, self.context = built.plan, built.config.model.context
         self.saved = resume.open_checkpoints(folder.checkpoints, built.layout)
-        self.at, self.state, self.met, self.loader = resume.restore(self.saved, built, source)
+        self.at, self.state, self.met, self.held, self.loader = resume.restore(self.saved, built, source)
         config = built.config
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         self.meter = metrics.Meter(
@@ -141,15 +143,17 @@ class _Loop:
             end = update.position + update.size
             lr = optimizer.learning_rate(self.config, self._targets(end))
             own = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
-            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update)
+            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update, self.held)
             self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
             if self.built.sync and self.met and (self.at.update + 1) % self.config.decentralized.sync_every == 0:
                 self.state, self.met = self.built.sync(self.state, self.met)
+            if self.built.control and self.held and (self.at.update + 1) % self.built.schedule.period == 0:
+                self.held = self.built.control(self.state, self.held, np.int32(self.at.update + 1))
             distances = self.built.measure(self.state) if mixing.measure and lr_N.size > 1 else None
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
             self._read()  # the update before this one, so that the device never waits for the host
-            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances)
+            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances, self.held)
             update = self._next_update()
             if not self.at.evaluated:
                 self._evaluate_epoch()
@@ -188,14 +192,19 @@ class _Loop:
             line |= records.packed_fields(found, sent.mixing)
         if sent.distances is not None:
             line |= records.consensus_fields(self.built, found, sent.mixing, sent.lr, sent.distances)
+        blame = None if found.ok else records.blame(number, update.position, update.size, found, self.loader)
+        if sent.held is not None:
+            line |= records.control_fields(self.config.decentralized.adaptive.rho, sent.held)
+            if found.ok and not math.isfinite(sent.held.distance):
+                blame = f"update {number}: the distance of the workers is not finite; lower optimizer.lr"
         self._write(line)
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:
             self.log.flush()
-        if not found.ok:
+        if blame:
             self.log.flush(sync=True)
             self.saved.finish()
-            raise NonFiniteError(records.blame(number, update.position, update.size, found, self.loader))
+            raise NonFiniteError(blame)
 
     def _write(self, line: dict[str, Any]) -> None:
         written = self.log.append(line)
@@ -316,7 +325,7 @@ class _Loop:
                     raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
                 return
             self.at.wall_s = self.meter.wall_s
-            arrays, meta = resume.content(self.state, self.met, self.at, self.loader)
+            arrays, meta = resume.content(self.state, self.met, self.held, self.at, self.loader)
             self.saved.save(self.at.update, arrays, meta, kind, wait)
             self.last_save = time.monotonic()
 

@@ -25,7 +25,7 @@ LAYERS = [
     ["loss", "optimizer", "runtime"],
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
-    ["outer"],
+    ["outer", "control"],
     ["build"],
     ["describe", "records"],
     ["resume"],
