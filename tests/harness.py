@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 from llama_jax import build as builds
-from llama_jax import checkpoint, shards, train
+from llama_jax import checkpoint, network, shards, train
 from llama_jax import config as configs
 from llama_jax.errors import Preempted
 
@@ -97,7 +97,7 @@ class KeptBuilds:
         program = [dict(config.model), runtime.deterministic, runtime.jit, runtime.mesh_worker, runtime.mesh_data]
         packed = configs.to_dict(config)["decentralized"]
         packed["adaptive"] = packed["adaptive"]["exclude"]  # the rest becomes an argument of the step, as worker_lr
-        packed["network"] = packed["network"]["rejoin"]
+        packed["network"] = [network.changes_training(config), packed["network"]["rejoin"]]
         for field in ("worker_lr", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov"):
             del packed[field]
         step = [*program, {**config.optimizer, "lr": None}, packed]
