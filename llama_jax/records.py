@@ -6,20 +6,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, data
+from llama_jax import arena, data, network
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
 
 
 def train_line(
-    update: int, epoch: int, targets: int, lr: float, found: steps.Metrics, rates: dict[str, float | None]
+    update: int,
+    epoch: int,
+    targets: int,
+    lr: float,
+    found: steps.Metrics,
+    rates: dict[str, float | None],
+    links: network.Links | None = None,
 ) -> dict[str, Any]:
-    """The metrics line of an update: loss in nats per target over all workers, mean gradient norm and clip factor.
+    """The metrics line of an update: loss in nats per target over the workers, mean gradient norm and clip factor.
 
-    Of the workers that are there: the others have no targets.
+    links: who is there; the others do not count (their losses and targets are 0).
     """
-    there = found.targets > 0
+    there = _there(found, links)
     return {
         "kind": "train",
         "update": update,
@@ -38,7 +44,7 @@ def packed_fields(found: steps.Metrics, mixing: steps.Mixing) -> dict[str, Any]:
 
     A worker that is away has None for its numbers.
     """
-    there, links = found.targets > 0, mixing.links
+    links, there = mixing.links, _there(found, mixing.links)
 
     def listed(values: np.ndarray) -> list[float | None]:
         return [float(value) if here else None for value, here in zip(values, there, strict=True)]
@@ -54,6 +60,11 @@ def packed_fields(found: steps.Metrics, mixing: steps.Mixing) -> dict[str, Any]:
     }
 
 
+def _there(found: steps.Metrics, links: network.Links | None) -> np.ndarray:
+    """The workers that are there, bool [N]."""
+    return np.ones(found.targets.size, bool) if links is None else links.active_N
+
+
 def consensus_fields(
     built: Built, found: steps.Metrics, mixing: steps.Mixing, lr: float, distances: steps.Distances
 ) -> dict[str, Any]:
@@ -63,7 +74,7 @@ def consensus_fields(
     consensus_predicted: what it would settle at if the workers' updates were independent noise of their present size
     (None where the topology leaves workers apart for good).
     """
-    params, schedule, there = distances.params, built.schedule, int((found.targets > 0).sum())
+    params, schedule, there = distances.params, built.schedule, int(_there(found, mixing.links).sum())
     noise = lr**2 * float(distances.direction) * there / max(there - 1, 1)
     predicted = noise * schedule.stationary(built.config.decentralized.scheme, float(mixing.gamma))
     blocks = np.asarray(params.blocks_K, np.float64).tolist()

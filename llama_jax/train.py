@@ -185,6 +185,7 @@ class _Loop:
             sent.lr,
             found,
             self.meter.rates(),
+            sent.mixing.links,
         )
         if self.config.decentralized.workers > 1:
             line |= records.packed_fields(found, sent.mixing) | self.ledger(number)
