@@ -39,7 +39,7 @@ from test_packed import (
 )
 from test_packed import settings as packed_settings
 
-from llama_jax import arena, config, evaluate, hf, loss, network, outer, step, topology, validation
+from llama_jax import arena, config, evaluate, export, hf, loss, network, outer, step, topology, validation
 from llama_jax.errors import ConfigError, Preempted, run_command
 from scripts import report_figures, report_runs
 
@@ -612,7 +612,7 @@ def test_the_log_says_who_was_there(out):
 
 
 def test_the_mean_model_is_that_of_the_workers_that_are_there(out, tmp_path):
-    """Evaluation, local losses, export and the evaluate command at update 4 (worker 1 away) and 10 (worker 0 away)."""
+    """Evaluation, local losses and the commands evaluate and export; worker 1 is away at update 4, worker 0 at 10."""
     folder, spy = out
     chosen = tiny(OUT)
     built = harness.KEPT(chosen)
@@ -629,6 +629,9 @@ def test_the_mean_model_is_that_of_the_workers_that_are_there(out, tmp_path):
     mean_P = spy.after[-1].params_NP[[1, 2, 3]].astype(np.float64).mean(0)
     _, exported = hf.load_folder(folder / "exports/final")
     np.testing.assert_allclose(arena.to_row(exported, built.layout), mean_P, rtol=2e-7, atol=1e-8)
+    export.export(folder, tmp_path / "again")
+    again, final = (path / "model.safetensors" for path in (tmp_path / "again", folder / "exports/final"))
+    assert again.read_bytes() == final.read_bytes()
     row_P, update = evaluate.load_run(folder, chosen)
     assert update == 10
     np.testing.assert_allclose(row_P, mean_P, rtol=2e-7, atol=1e-8)
