@@ -15,7 +15,7 @@ SMOOTHING = 0.01  # of a run's updates, on each side
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over a run: x (targets by default), y, lowest and highest worker (y itself where it has no workers)."""
+    """A quantity over a run: x (targets by default), y, lowest and highest worker (y itself if it has no workers)."""
 
     x: np.ndarray
     y: np.ndarray
