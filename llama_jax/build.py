@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from llama_jax import arena, budget, model, optimizer, outer, runtime, topology
+from llama_jax import arena, budget, model, network, optimizer, outer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -27,19 +27,19 @@ class Built(NamedTuple):
     mesh: Mesh
     step: steps.Step
     evaluate: validations.Evaluator
-    measure: Callable[[steps.State], steps.Distances]
+    measure: Callable[..., steps.Distances]
     schedule: topology.Schedule
-    sync: Callable[[steps.State, outer.Outer], tuple[steps.State, outer.Outer]] | None
+    sync: Callable[..., tuple[steps.State, outer.Outer]] | None
     control: Advance | None
 
     def mixing(self) -> Callable[[int, Control | None], steps.Mixing]:
-        """A function from the zero-based update to its phase, gamma, and whether it is measured after it.
+        """A function from the zero-based update to its phase, gamma, whether it is measured, who is there.
 
         Where there is a control, gamma is its own, on the device.
         """
         config, adaptive = self.config, self.config.decentralized.adaptive
         period, every = self.schedule.period, config.log.consensus_every
-        gamma_T = None
+        gamma_T, links = None, network.make_links(config, self.schedule)
         if adaptive.mode == "lr_power":
             ends = itertools.accumulate(self.plan.sizes())
             rates = [optimizer.learning_rate(config, end * config.model.context) for end in ends]
@@ -47,7 +47,8 @@ class Built(NamedTuple):
 
         def of(update: int, held: Control | None) -> steps.Mixing:
             gamma = held.gamma if held else np.float32(1 if gamma_T is None else gamma_T[update])
-            return steps.Mixing(np.int32(update % period), gamma, np.bool_((update + 1) % every == 0))
+            measure = np.bool_((update + 1) % every == 0)
+            return steps.Mixing(np.int32(update % period), gamma, measure, links(update))
 
         return of
 
@@ -69,6 +70,7 @@ class Built(NamedTuple):
 
 def build(config: Any) -> Built:
     """Everything of a finalized config but its data and its folder. Call runtime.prepare(config) first."""
+    network.check(config)
     numerics, resolved = runtime.resolve(config)
     mesh = steps.make_mesh(config.runtime.mesh_worker, config.runtime.mesh_data)
     layout = arena.make_layout(config.model)

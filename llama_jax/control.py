@@ -1,10 +1,10 @@
 """Adaptive consensus by feedback: gamma holds the workers as far apart as they were when it was 1. An experiment.
 
-Xi = sqrt(mean_i |x_i - mean|^2) is measured at each end of a cycle of the topology, so always after the same phase.
-The last 50 of these before update r0 = ceil(start_frac T) form the reference; later ones set gamma <-
-clip(gamma (Xi / target)^kappa, min_gamma, 1), target = rho reference. Near a small gamma this is a spring of damping
-ratio sqrt(gamma period / kappa): it swings where the learning rate jumps, and follows one that falls slowly. Tensors
-of `adaptive.exclude` count in Xi, though gamma does not move them.
+Xi = sqrt(mean_i |x_i - mean|^2), of the workers that are there, is measured at each end of a cycle of the topology, so
+always after the same phase. The last 50 of these before update r0 = ceil(start_frac T) form the reference; later ones
+set gamma <- clip(gamma (Xi / target)^kappa, min_gamma, 1), target = rho reference. Near a small gamma this is a spring
+of damping ratio sqrt(gamma period / kappa): it swings where the learning rate jumps, and follows one that falls
+slowly. Tensors of `adaptive.exclude` count in Xi, though gamma does not move them.
 
 Everything stays on the device: the host learns gamma with an update's metrics.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
-from llama_jax import budget, consensus
+from llama_jax import budget, consensus, network
 from llama_jax.errors import ConfigError
 from llama_jax.step import STATE_SPEC, State, make_schedule, shardings
 
@@ -41,7 +41,7 @@ class Control(NamedTuple):
 
 CONTROL_SPEC = Control(Spec(), Spec(), Spec(), Spec())
 
-Advance = Callable[[State, Control, Any], Control]
+Advance = Callable[..., Control]
 
 
 def init(mesh: Mesh) -> Control:
@@ -51,7 +51,7 @@ def init(mesh: Mesh) -> Control:
 
 
 def make_control(config: Any, mesh: Mesh) -> Advance:
-    """The compiled control of a finalized config: (state, control, number of updates done) -> control.
+    """The compiled control of a finalized config: (state, control, number of updates done, its Links) -> control.
 
     To be called at ends of cycles. Nothing is donated: an update that has not been logged holds its gamma. A state
     that is not ok and an Xi that is not finite change nothing but `distance`, which shows the latter. Raises
@@ -73,8 +73,9 @@ def make_control(config: Any, mesh: Mesh) -> Advance:
             "decentralized.scheme to awc"
         )
 
-    def advance(state: State, control: Control, update: jax.Array) -> Control:
-        distance = jnp.sqrt(consensus.consensus_distance(state.params_NP, axis="worker").distance)
+    def advance(state: State, control: Control, update: jax.Array, present_N: jax.Array | None) -> Control:
+        found = consensus.consensus_distance(state.params_NP, axis="worker", present_N=present_N)
+        distance = jnp.sqrt(found.distance)
         good = state.ok & jnp.isfinite(distance)
         measures = good & (update <= start) & (update > start - CYCLES * period)
         weight = DECAY * control.weight + (1 - DECAY)
@@ -90,6 +91,10 @@ def make_control(config: Any, mesh: Mesh) -> Advance:
             jnp.where(measures, weight, control.weight),
         )
 
-    specs = (STATE_SPEC, CONTROL_SPEC, Spec())
+    specs = (STATE_SPEC, CONTROL_SPEC, Spec(), Spec("worker"))
     sharded = jax.shard_map(advance, mesh=mesh, in_specs=specs, out_specs=CONTROL_SPEC, check_vma=False)
-    return jax.jit(sharded, out_shardings=shardings(mesh, CONTROL_SPEC))
+
+    def control(state: State, held: Control, update: Any, links: network.Links | None = None) -> Control:
+        return sharded(state, held, update, links.active_N if links else None)
+
+    return jax.jit(control, out_shardings=shardings(mesh, CONTROL_SPEC))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, control, data, describe, hf, metrics, optimizer, outer, run_folder
+from llama_jax import arena, checkpoint, control, data, describe, hf, metrics, network, optimizer, outer, run_folder
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
@@ -94,7 +94,8 @@ def restore(
 
 def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Array, at: Progress) -> None:
     """The mean model in ordinary format, with the tokenizer of its data."""
-    export_row(directory, built.config, source, validations.mean_row(params_NP), at.update, at.position)
+    row_P = validations.mean_row(params_NP, network.present(built.config, at.update))
+    export_row(directory, built.config, source, row_P, at.update, at.position)
 
 
 def export_row(

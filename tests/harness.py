@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from llama_jax import build as builds
-from llama_jax import checkpoint, shards, train
+from llama_jax import checkpoint, network, shards, train
 from llama_jax import config as configs
 from llama_jax.errors import Preempted
 
@@ -101,6 +101,7 @@ class KeptBuilds:
         adaptive = packed["adaptive"]
         # The rest becomes an argument of the step, as worker_lr; a gamma on the device is another kind of argument.
         packed["adaptive"] = [adaptive["exclude"], adaptive["mode"] == "target"]
+        packed["network"] = [network.changes_training(config), packed["network"]["rejoin"]]
         for field in ("worker_lr", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov"):
             del packed[field]
         step = [*program, {**config.optimizer, "lr": None}, packed]

@@ -12,7 +12,7 @@ import test_packed
 from harness import tiny
 from numpy_llama import quick_compilation  # noqa: F401
 
-from llama_jax import arena, budget, build, control, step, topology, train
+from llama_jax import arena, budget, build, control, network, step, topology, train
 from llama_jax.errors import ConfigError, NonFiniteError, run_command
 from scripts import report
 
@@ -151,6 +151,19 @@ def test_no_distance_divides_nothing():
         assert numbers(held)[:3] == [1, 0, 0]
     held = advance(state_of(rows(4, 1.0), mesh), control.init(mesh), np.int32(2))
     assert numbers(advance(equal, held, np.int32(6)))[:2] == [np.float32(0.001), 0]
+
+
+def test_who_is_away_does_not_count():
+    mesh = step.make_mesh(1, 1)
+    advance = control.make_control(settings(), mesh)
+    rows_NP = rows(4, 1.0)
+    rows_NP[2] = np.nan
+    active_N = np.array([True, True, False, True])
+    links = network.Links(active_N, active_N, np.zeros(4, bool), np.eye(4, dtype=np.float32), np.ones(4, np.float32))
+    there_NP = rows_NP[active_N].astype(np.float64)
+    expected = math.sqrt(((there_NP - there_NP.mean(0)) ** 2).sum() / 3)
+    held = advance(state_of(rows_NP, mesh), control.init(mesh), np.int32(2), links)
+    assert float(held.distance) == pytest.approx(expected, rel=1e-5)
 
 
 # Tracking: independent noise instead of updates, whose size falls to a tenth from r0 on.
@@ -318,9 +331,9 @@ def test_a_distance_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     """Behind update 6; the update after it is on its way by then, and nothing is saved."""
     kept = harness.KEPT(tiny(RUN))
 
-    def poisoned(state, held, update):
+    def poisoned(state, held, update, links):
         wrong = state.params_NP.at[2, 0].set(jnp.inf) if update == 6 else state.params_NP
-        return kept.control(state._replace(params_NP=wrong), held, update)
+        return kept.control(state._replace(params_NP=wrong), held, update, links)
 
     monkeypatch.setattr(train, "build", lambda chosen: harness.KEPT(chosen)._replace(control=poisoned))
     with pytest.raises(NonFiniteError, match=r"^update 6: the distance of the workers is not finite; lower"):

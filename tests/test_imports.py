@@ -22,7 +22,7 @@ LAYERS = [
     ["kernels"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
-    ["loss", "optimizer", "runtime"],
+    ["loss", "network", "optimizer", "runtime"],
     ["step", "validation"],
     ["checkpoint", "metrics", "trackers", "run_folder", "hf", "generate"],
     ["outer", "control"],
