@@ -24,6 +24,11 @@ def exact(number: float) -> Fraction:
     return Fraction(repr(number))
 
 
+def start_update(fraction: float, updates: int) -> int:
+    """ceil(fraction x updates): the zero-based update at which that fraction of a run's updates is done."""
+    return math.ceil(exact(float(fraction)) * updates)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sizes of all updates of a run.

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from llama_jax import arena, budget, model, optimizer, outer, runtime, topology
+from llama_jax import arena, budget, model, network, optimizer, outer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
+from llama_jax.control import Advance, Control, make_control
 from llama_jax.faults import fault_point
 
 
@@ -26,23 +27,28 @@ class Built(NamedTuple):
     mesh: Mesh
     step: steps.Step
     evaluate: validations.Evaluator
-    measure: Callable[[steps.State], steps.Distances]
+    measure: Callable[..., steps.Distances]
     schedule: topology.Schedule
-    sync: Callable[[steps.State, outer.Outer], tuple[steps.State, outer.Outer]] | None
+    sync: Callable[..., tuple[steps.State, outer.Outer]] | None
+    control: Advance | None
 
-    def mixing(self) -> Callable[[int], steps.Mixing]:
-        """A function from the zero-based update to its phase, gamma, and whether it is measured after it."""
+    def mixing(self) -> Callable[[int, Control | None], steps.Mixing]:
+        """A function from the zero-based update to its phase, gamma, whether it is measured, who is there.
+
+        Where there is a control, gamma is its own, on the device.
+        """
         config, adaptive = self.config, self.config.decentralized.adaptive
         period, every = self.schedule.period, config.log.consensus_every
-        gamma_T = None
+        gamma_T, links = None, network.make_links(config, self.schedule)
         if adaptive.mode == "lr_power":
             ends = itertools.accumulate(self.plan.sizes())
             rates = [optimizer.learning_rate(config, end * config.model.context) for end in ends]
             gamma_T = topology.gamma_table(rates, adaptive.start_frac, adaptive.p, adaptive.min_gamma)
 
-        def of(update: int) -> steps.Mixing:
-            gamma = 1.0 if gamma_T is None else gamma_T[update]
-            return steps.Mixing(np.int32(update % period), np.float32(gamma), np.bool_((update + 1) % every == 0))
+        def of(update: int, held: Control | None) -> steps.Mixing:
+            gamma = held.gamma if held else np.float32(1 if gamma_T is None else gamma_T[update])
+            measure = np.bool_((update + 1) % every == 0)
+            return steps.Mixing(np.int32(update % period), gamma, measure, links(update))
 
         return of
 
@@ -64,6 +70,7 @@ class Built(NamedTuple):
 
 def build(config: Any) -> Built:
     """Everything of a finalized config but its data and its folder. Call runtime.prepare(config) first."""
+    network.check(config)
     numerics, resolved = runtime.resolve(config)
     mesh = steps.make_mesh(config.runtime.mesh_worker, config.runtime.mesh_data)
     layout = arena.make_layout(config.model)
@@ -79,4 +86,5 @@ def build(config: Any) -> Built:
         steps.make_measure(config, mesh),
         steps.make_schedule(config),
         outer.make_sync(config, mesh) if config.decentralized.sync_every else None,
+        make_control(config, mesh) if config.decentralized.adaptive.mode == "target" else None,
     )

@@ -242,6 +242,16 @@ def _derive(config: ConfigDict) -> dict[str, int]:
         f"the workers' sequences; the nearest: {' or '.join(map(str, near))}",
     )
     _pattern(config.decentralized.adaptive.exclude)
+    if config.decentralized.adaptive.mode == "target":  # what depends on the topology's cycle: control.make_control
+        fields = config.decentralized
+        name, every, floor = fields.topology, fields.sync_every, fields.adaptive.min_gamma
+        for field, value, good, reason in (
+            ("workers", workers, workers > 1, "must be at least 2: one worker is at no distance from others"),
+            ("topology", name, name != "disconnected", "must mix: otherwise gamma changes nothing"),
+            ("sync_every", every, every == 0, "must be 0: an outer step makes all workers equal"),
+            ("adaptive.min_gamma", floor, floor > 0, "must be above 0, such as 0.0001: factors never bring 0 back"),
+        ):
+            require(good, f"decentralized.{field}", f"= {value}: with decentralized.adaptive.mode = target it {reason}")
     for name in ("lr", "beta1", "beta2", "weight_decay"):
         per_worker(config, name)
     require(

@@ -1,11 +1,12 @@
 """How far apart the workers are: consensus distance, its concentration, cosines. Reads state, never changes it.
 
 Letters: N workers, P padded length of a row, K blocks. Inside a shard_map `axis` names the mesh axis over which the
-rows are spread, and every result is the same on all its devices; None: all rows are here.
+rows are spread, and every result is the same on all its devices; None: all rows are here. present_N: the rows that
+count, bool; None: all of them, N is then their number. The others may hold anything.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +26,21 @@ class Consensus(NamedTuple):
 
 
 def consensus_distance(
-    arena_NP: jax.Array, blocks: Sequence[tuple[int, int]] = (), axis: str | None = None
+    arena_NP: jax.Array,
+    blocks: Sequence[tuple[int, int]] = (),
+    axis: str | None = None,
+    present_N: jax.Array | None = None,
 ) -> Consensus:
     """Consensus of the rows; blocks: static (offset, size) ranges of a row.
 
     The mean is subtracted before anything is squared, and so is the rounding error of the mean: equal rows have
     distance 0 to the square of the precision, not a difference of two large sums.
     """
-    workers = arena_NP.shape[0] * _devices(axis)
+    workers, arena_NP = _number(arena_NP, axis, present_N), _counted(arena_NP, present_N)
     rough_P = _sum(arena_NP, axis) / workers
-    error_NP = arena_NP - rough_P[None, :]
+    error_NP = _counted(arena_NP - rough_P[None, :], present_N)
     rest_P = _sum(error_NP, axis) / workers
-    error_NP = error_NP - rest_P[None, :]
+    error_NP = _counted(error_NP - rest_P[None, :], present_N)
     mean_P = rough_P + rest_P
     square_NP = error_NP * error_NP
     norm2_N = jnp.sum(square_NP, axis=1)
@@ -52,23 +56,31 @@ def consensus_distance(
     )
 
 
-def pairwise_cosine(arena_NP: jax.Array, axis: str | None = None) -> jax.Array:
+def pairwise_cosine(arena_NP: jax.Array, axis: str | None = None, present_N: jax.Array | None = None) -> jax.Array:
     """Mean cosine of the N (N - 1) / 2 pairs of rows, a scalar; 1 for one row, and a zero row has cosine 0.
 
     With unit rows u_i the pairs sum to |sum_i u_i|^2 - sum_i |u_i|^2, so that no pair is formed.
     """
-    workers = arena_NP.shape[0] * _devices(axis)
-    if workers == 1:
+    workers, arena_NP = _number(arena_NP, axis, present_N), _counted(arena_NP, present_N)
+    if present_N is None and workers == 1:
         return jnp.ones((), arena_NP.dtype)
     norm_N = jnp.sqrt(jnp.sum(arena_NP * arena_NP, axis=1))
     unit_NP = _ratio(arena_NP, norm_N[:, None])
     sum_P = _sum(unit_NP, axis)
     pairs = jnp.sum(sum_P * sum_P) - _total(jnp.sum(unit_NP * unit_NP), axis)
-    return pairs / (workers * (workers - 1))
+    if present_N is None:
+        return pairs / (workers * (workers - 1))
+    return jnp.where(workers == 1, 1, pairs / jnp.maximum(workers * (workers - 1), 1))
 
 
-def _devices(axis: str | None) -> int:
-    return jax.lax.axis_size(axis) if axis else 1
+def _number(arena_NP: jax.Array, axis: str | None, present_N: jax.Array | None) -> Any:
+    if present_N is None:
+        return arena_NP.shape[0] * (jax.lax.axis_size(axis) if axis else 1)
+    return _total(jnp.sum(present_N.astype(arena_NP.dtype)), axis)
+
+
+def _counted(arena_NP: jax.Array, present_N: jax.Array | None) -> jax.Array:
+    return arena_NP if present_N is None else jnp.where(present_N[:, None], arena_NP, 0)
 
 
 def _total(value: jax.Array, axis: str | None) -> jax.Array:

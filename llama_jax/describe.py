@@ -8,6 +8,7 @@ import jax
 
 from llama_jax.build import Built
 from llama_jax.data import Source
+from llama_jax.fields import find
 
 
 def before(built: Built, source: Source, update: int, changes: Sequence[str]) -> list[str]:
@@ -26,10 +27,13 @@ def before(built: Built, source: Source, update: int, changes: Sequence[str]) ->
         lines.append(f"entropy of the language {source.entropy:.4f} nats per target: no model can do better")
     if config.decentralized.workers > 1:
         fields = config.decentralized
+        network = [f"{n} {v}" for n, v in fields.network.items() if v != find(f"decentralized.network.{n}").default]
         lines.append(
             f"{fields.workers} workers, {fields.topology} ({fields.pairing}), {fields.scheme}, "
             f"adaptive consensus {fields.adaptive.mode}"
             + (f", outer step every {fields.sync_every} updates" if fields.sync_every else "")
+            + (f", mixed moments {fields.mix_moments}" if fields.mix_moments != "none" else "")
+            + (f", network: {', '.join(network)}" if network else "")
         )
     if update:
         lines.append(f"continues after update {update:,}")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, hf, run_folder, runtime
+from llama_jax import arena, checkpoint, data, hf, network, run_folder, runtime
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -28,14 +28,14 @@ from llama_jax.files import sha256_of_file
 FORWARD = {f"model.{name}" for name in ("attention", "head", "head_chunk_rows", "compute_dtype", "residual_dtype")}
 
 
-def load_run(path: str | Path, update: int | None = None) -> tuple[jax.Array, int]:
-    """(mean parameter row [P], update) of a run's newest or given checkpoint, verified.
+def load_run(path: str | Path, config: Any, update: int | None = None) -> tuple[jax.Array, int]:
+    """(mean parameter row [P], update) of a run's newest or given checkpoint, verified; config: the run's.
 
     Raises CheckpointError. Changes nothing in the folder.
     """
     saved = checkpoint.Checkpoints(Path(path) / "checkpoints", None, read_only=True)
     found = saved.read(update, ["params"])
-    return validations.mean_row(found.arrays["params"]), found.update
+    return validations.mean_row(found.arrays["params"], network.present(config, found.update)), found.update
 
 
 def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax.Array]:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
             stored = run_folder.read_run(options.run)
             config = configs.from_dict(stored["config"])
             runtime.prepare(_with(config, overrides))
-            row_P, update = load_run(options.run, options.update)
+            row_P, update = load_run(options.run, config, options.update)
         else:
             runtime.prepare(_with(configs.default(), overrides))
             config, row_P = load_model(options.model, options.context)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_jax import checkpoint, data, hf, resume, run_folder, runtime
+from llama_jax import checkpoint, data, hf, network, resume, run_folder, runtime
 from llama_jax import config as configs
 from llama_jax import validation as validations
 from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
@@ -52,8 +52,9 @@ def export(
         raise DataError(f"{where} is not the data that {run} was trained on; restore it, or name it with --data")
     found = checkpoint.Checkpoints(run / "checkpoints", None, read_only=True).read(update, ["params"])
     params_NP, position = found.arrays["params"], found.meta["progress"]["position"]
+    present_N = network.present(config, found.update)
     for folder, number in chosen.items():
-        row_P = validations.mean_row(params_NP) if number is None else params_NP[number]
+        row_P = validations.mean_row(params_NP, present_N) if number is None else params_NP[number]
         resume.export_row(folder, config, source, row_P, found.update, position, number, dtype)
     return list(chosen), found.update
 

@@ -123,10 +123,18 @@ FIELDS: dict[str, Field] = {
         "awc", ("awc", "atc"), "mix the parameters before (awc) or after (atc) the local AdamW"
     ),
     # Adaptive consensus: W' = gamma W + (1 - gamma) I. An experiment: the archived C4 runs show no gain from it.
-    "decentralized.adaptive.mode": Field("off", ("off", "lr_power"), "lr_power: gamma = (lr / largest active lr)^p"),
+    "decentralized.adaptive.mode": Field(
+        "off",
+        ("off", "lr_power", "target"),
+        "lr_power: gamma = (lr / largest active lr)^p; target: gamma holds the workers' distance where it was",
+    ),
     "decentralized.adaptive.start_frac": Field(0.5, "[0, 1]", "gamma is 1 before this fraction of the updates"),
-    "decentralized.adaptive.p": Field(1.0, "[0, 100]", "power of the learning-rate ratio"),
-    "decentralized.adaptive.min_gamma": Field(0.0, "[0, 1]", "floor of gamma"),
+    "decentralized.adaptive.p": Field(1.0, "[0, 100]", "lr_power: power of the learning-rate ratio"),
+    "decentralized.adaptive.rho": Field(1.0, "(0, 100]", "target: distance to hold over the one before start_frac"),
+    "decentralized.adaptive.kappa": Field(
+        0.5, "(0, 2]", "target: once per cycle gamma *= (distance / target)^kappa; larger is faster and swings more"
+    ),
+    "decentralized.adaptive.min_gamma": Field(0.0, "[0, 1]", "floor of gamma; target needs one above 0"),
     "decentralized.adaptive.exclude": Field(
         "", None, "regular expression of tensor names that always mix with gamma 1"
     ),
@@ -141,6 +149,34 @@ FIELDS: dict[str, Field] = {
     "decentralized.outer_lr": Field(0.7, "(0, 10]", "learning rate of the outer step"),
     "decentralized.outer_momentum": Field(0.9, "[0, 1)", "momentum of the outer step"),
     "decentralized.outer_nesterov": Field(True, None, "Nesterov momentum in the outer step"),
+    "decentralized.mix_moments": Field(
+        "none", ("none", "first", "both"), "moments that are mixed as the parameters are: none, the first, or both"
+    ),
+    # A simulated network: workers that are away or slow (functions of the seed and the update), bytes and time.
+    "decentralized.network.dropout": Field(
+        0.0, "[0, 1)", "probability that a worker is away at an update; its sequences are skipped"
+    ),
+    "decentralized.network.outage_updates": Field(
+        1, "[1, 1000000000]", "updates that an outage by chance lasts, or a multiple"
+    ),
+    "decentralized.network.outages": Field(
+        "", None, "planned outages, worker:first-last update, separated by commas: 2:100-150,0:300-320"
+    ),
+    "decentralized.network.rejoin": Field(
+        "keep",
+        ("keep", "mean"),
+        "a worker that is back has its old parameters and moments, or the mean of those that stayed and no moments",
+    ),
+    "decentralized.network.stragglers": Field(0.0, "[0, 1]", "probability that a worker is slow at an update"),
+    "decentralized.network.slowdown": Field(2.0, "[1, 1000000]", "time that a slow worker's update takes, in updates"),
+    "decentralized.network.straggler_policy": Field(
+        "wait", ("wait", "skip"), "wait for slow workers, or leave them out of the exchange"
+    ),
+    "decentralized.network.compute_s": Field(0.0, "[0, 1000000]", "simulated seconds that a worker computes an update"),
+    "decentralized.network.latency_s": Field(0.0, "[0, 1000000]", "simulated latency of a transfer in seconds"),
+    "decentralized.network.bandwidth": Field(
+        0.0, "[0, 1e18]", "simulated bytes a second that a worker receives; 0: no limit"
+    ),
     # Data.
     "data.source": Field("cache", ("cache", "synthetic"), "a prepared token cache, or the built-in Markov language"),
     "data.path": Field("", None, "directory of the token cache", execution=True),

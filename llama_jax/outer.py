@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
+from llama_jax import network
 from llama_jax.step import STATE_SPEC, State, shardings
 
 
@@ -34,24 +35,38 @@ def init(state: State, mesh: Mesh) -> Outer:
     return Outer(row_P, jnp.zeros_like(row_P))
 
 
-def make_sync(config: Any, mesh: Mesh) -> Callable[[State, Outer], tuple[State, Outer]]:
-    """The compiled outer step; both arguments are donated. A state that is not ok is left as it is.
+def make_sync(config: Any, mesh: Mesh) -> Callable[..., tuple[State, Outer]]:
+    """The compiled outer step (state, outer, the update's Links or None) -> (state, outer); the first two are donated.
+
+    A state that is not ok is left as it is. The mean is over the connected workers; the others keep their parameters
+    and take part again, from where they are, when they are back. Nothing happens when nobody is connected.
 
     d = met - mean of the workers; momentum = b momentum + d; met -= lr (d + b momentum) with Nesterov, else
     met -= lr momentum.
     """
     fields, workers = config.decentralized, config.decentralized.workers
 
-    def sync(state: State, outer: Outer) -> tuple[State, Outer]:
-        mean_P = jax.lax.psum(jnp.sum(state.params_NP, axis=0), "worker") / workers
+    def meet(state: State, outer: Outer, links: network.Links | None) -> tuple[State, Outer]:
+        if links is None:
+            mean_P, ok = jax.lax.psum(jnp.sum(state.params_NP, axis=0), "worker") / workers, state.ok
+        else:
+            mean_P, number = network.mean(state.params_NP, links.connected_N)
+            ok = state.ok & (number > 0)
         delta_P = outer.params_P - mean_P
         momentum_P = fields.outer_momentum * outer.momentum_P + delta_P
         step_P = delta_P + fields.outer_momentum * momentum_P if fields.outer_nesterov else momentum_P
         met_P = outer.params_P - fields.outer_lr * step_P
-        moved = (jnp.broadcast_to(met_P, state.params_NP.shape), Outer(met_P, momentum_P))
-        params_NP, outer = jax.tree.map(lambda new, old: jnp.where(state.ok, new, old), moved, (state.params_NP, outer))
+        met_NP = jnp.broadcast_to(met_P, state.params_NP.shape)
+        if links is not None:
+            met_NP = jnp.where(links.connected_N[:, None], met_NP, state.params_NP)
+        moved = (met_NP, Outer(met_P, momentum_P))
+        params_NP, outer = jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, (state.params_NP, outer))
         return state._replace(params_NP=params_NP), outer
 
     specs = (STATE_SPEC, OUTER_SPEC)
-    sharded = jax.shard_map(sync, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
-    return jax.jit(sharded, donate_argnums=(0, 1), out_shardings=shardings(mesh, specs))
+    sharded = jax.shard_map(meet, mesh=mesh, in_specs=(*specs, Spec("worker")), out_specs=specs, check_vma=False)
+
+    def sync(state: State, outer: Outer, links: network.Links | None = None) -> tuple[State, Outer]:
+        return sharded(state, outer, links)
+
+    return jax.jit(sync, donate_argnums=(0, 1), out_shardings=shardings(mesh, specs))

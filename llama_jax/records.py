@@ -6,16 +6,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, data
+from llama_jax import arena, control, data, network
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
 
 
 def train_line(
-    update: int, epoch: int, targets: int, lr: float, found: steps.Metrics, rates: dict[str, float | None]
+    update: int,
+    epoch: int,
+    targets: int,
+    lr: float,
+    found: steps.Metrics,
+    rates: dict[str, float | None],
+    links: network.Links | None = None,
 ) -> dict[str, Any]:
-    """The metrics line of an update: loss in nats per target over all workers, mean gradient norm and clip factor."""
+    """The metrics line of an update: loss in nats per target over the workers, mean gradient norm and clip factor.
+
+    links: who is there; the others do not count (their losses and targets are 0).
+    """
+    there = _there(found, links)
     return {
         "kind": "train",
         "update": update,
@@ -23,21 +33,36 @@ def train_line(
         "targets": targets,
         "loss": float(np.asarray(found.loss_sum, np.float64).sum() / np.asarray(found.targets).sum()),
         "lr": lr,
-        "grad_norm": float(found.grad_norm.mean()),
-        "clip": float(found.clip.mean()),
+        "grad_norm": float(found.grad_norm[there].mean()),
+        "clip": float(found.clip[there].mean()),
         **rates,
     }
 
 
 def packed_fields(found: steps.Metrics, mixing: steps.Mixing) -> dict[str, Any]:
-    """What the line of an update says of several workers: lists per worker, phase and gamma."""
+    """What the line of an update says of several workers: lists per worker, phase and gamma; who is there, if not all.
+
+    A worker that is away has None for its numbers.
+    """
+    links, there = mixing.links, _there(found, mixing.links)
+
+    def listed(values: np.ndarray) -> list[float | None]:
+        return [float(value) if here else None for value, here in zip(values, there, strict=True)]
+
+    presence = {} if links is None else {"active": links.active_N.tolist(), "connected": links.connected_N.tolist()}
     return {
-        "worker_loss": (np.asarray(found.loss_sum, np.float64) / np.asarray(found.targets)).tolist(),
-        "worker_grad_norm": np.asarray(found.grad_norm, np.float64).tolist(),
-        "worker_clip": np.asarray(found.clip, np.float64).tolist(),
+        "worker_loss": listed(np.asarray(found.loss_sum, np.float64) / np.where(there, found.targets, 1)),
+        "worker_grad_norm": listed(found.grad_norm),
+        "worker_clip": listed(found.clip),
         "phase": int(mixing.phase),
         "gamma": float(mixing.gamma),
+        **presence,
     }
+
+
+def _there(found: steps.Metrics, links: network.Links | None) -> np.ndarray:
+    """The workers that are there, bool [N]."""
+    return np.ones(found.targets.size, bool) if links is None else links.active_N
 
 
 def consensus_fields(
@@ -49,8 +74,8 @@ def consensus_fields(
     consensus_predicted: what it would settle at if the workers' updates were independent noise of their present size
     (None where the topology leaves workers apart for good).
     """
-    params, schedule = distances.params, built.schedule
-    noise = lr**2 * float(distances.direction) * schedule.workers / (schedule.workers - 1)
+    params, schedule, there = distances.params, built.schedule, int(_there(found, mixing.links).sum())
+    noise = lr**2 * float(distances.direction) * there / max(there - 1, 1)
     predicted = noise * schedule.stationary(built.config.decentralized.scheme, float(mixing.gamma))
     blocks = np.asarray(params.blocks_K, np.float64).tolist()
     return {
@@ -64,6 +89,14 @@ def consensus_fields(
         "cosine_params": float(distances.cosine_params),
         "cosine_mu": float(distances.cosine_mu),
         "cosine_nu": float(distances.cosine_nu),
+    }
+
+
+def control_fields(rho: float, held: control.Control) -> dict[str, Any]:
+    """What gamma was last set by: Xi^2 at the last end of a cycle, and the Xi^2 to hold from the next cycle on."""
+    return {
+        "control_distance": float(held.distance) ** 2,
+        "control_target": (rho * float(held.reference)) ** 2,
     }
 
 

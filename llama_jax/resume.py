@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, describe, hf, metrics, optimizer, outer, run_folder
+from llama_jax import arena, checkpoint, control, data, describe, hf, metrics, network, optimizer, outer, run_folder
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
@@ -44,13 +44,15 @@ def open_checkpoints(directory: Path, layout: arena.Layout) -> checkpoint.Checkp
 
 
 def content(
-    state: steps.State, met: outer.Outer | None, at: Progress, loader: data.Loader
+    state: steps.State, met: outer.Outer | None, held: control.Control | None, at: Progress, loader: data.Loader
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """(arrays, JSON) of a checkpoint. The state's `ok` isn't among them: a state that isn't ok is never saved."""
     moments = state.moments
     arrays = {"params": state.params_NP, "mu": moments.mu_NP, "nu": moments.nu_NP, "count": moments.count_N}
     if met is not None:
         arrays |= {"outer_params": met.params_P, "outer_momentum": met.momentum_P}
+    if held is not None:
+        arrays |= {f"control_{name}": value for name, value in held._asdict().items()}
     # The loader is one batch ahead; what counts is what the model has seen.
     cursor = {**loader.state(), "position": at.position}
     return arrays, {"progress": dataclasses.asdict(at), "loader": cursor}
@@ -58,8 +60,8 @@ def content(
 
 def restore(
     saved: checkpoint.Checkpoints, built: Built, source: data.Source
-) -> tuple[Progress, steps.State, outer.Outer | None, data.Loader]:
-    """Progress, states and loader of the newest good checkpoint, or of the start when there never was one."""
+) -> tuple[Progress, steps.State, outer.Outer | None, control.Control | None, data.Loader]:
+    """Progress, states, control and loader of the newest good checkpoint, or of the start when there never was one."""
     config = built.config
     loading = (config.data.prefetch_groups, config.runtime.host_threads)
     place = steps.shardings(built.mesh, steps.STATE_SPEC)
@@ -70,22 +72,30 @@ def restore(
     if built.sync:
         row_P = jax.ShapeDtypeStruct((built.layout.padded,), np.float32, sharding=place.ok)
         templates |= {"outer_params": row_P, "outer_momentum": row_P}
+    if built.control:
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=place.ok)
+        templates |= {f"control_{name}": scalar for name in control.Control._fields}
     found = saved.restore_latest(templates)
     if found is None:
         state = built.initial_state()
         met = outer.init(state, built.mesh) if built.sync else None
-        return Progress(), state, met, data.Loader(source, config.seed, 0, *loading)
+        held = control.init(built.mesh) if built.control else None
+        return Progress(), state, met, held, data.Loader(source, config.seed, 0, *loading)
     arrays = found.arrays
     moments = optimizer.Moments(arrays["mu"], arrays["nu"], arrays["count"])
     state = steps.State(arrays["params"], moments, jax.device_put(np.asarray(True), place.ok))
     met = outer.Outer(arrays["outer_params"], arrays["outer_momentum"]) if built.sync else None
+    held = None
+    if built.control:
+        held = control.Control(*(arrays[f"control_{name}"] for name in control.Control._fields))
     loader = data.Loader.from_state(source, config.seed, found.meta["loader"], *loading)
-    return Progress(**found.meta["progress"]), state, met, loader
+    return Progress(**found.meta["progress"]), state, met, held, loader
 
 
 def export(directory: Path, built: Built, source: data.Source, params_NP: jax.Array, at: Progress) -> None:
     """The mean model in ordinary format, with the tokenizer of its data."""
-    export_row(directory, built.config, source, validations.mean_row(params_NP), at.update, at.position)
+    row_P = validations.mean_row(params_NP, network.present(built.config, at.update))
+    export_row(directory, built.config, source, row_P, at.update, at.position)
 
 
 def export_row(

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 from ml_collections import FrozenConfigDict
 
-from llama_jax import arena, consensus, loss, model, optimizer, runtime, topology
+from llama_jax import arena, consensus, loss, model, network, optimizer, runtime, topology
 from llama_jax import config as configs
 
 
@@ -35,11 +35,15 @@ class Batch(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """How an update mixes: phase of the schedule int32, gamma float32 in [0, 1], measure: gradient disagreement too."""
+    """How an update mixes: phase of the schedule int32, gamma float32 in [0, 1], measure: gradient disagreement too.
+
+    links: who is there and exchanges with whom; None: all workers, by the phase.
+    """
 
     phase: Any
     gamma: Any
     measure: Any
+    links: network.Links | None = None
 
 
 NO_MIXING = Mixing(np.int32(0), np.float32(1), np.bool_(False))  # of one worker
@@ -48,6 +52,7 @@ NO_MIXING = Mixing(np.int32(0), np.float32(1), np.bool_(False))  # of one worker
 class Metrics(NamedTuple):
     """What an update tells, per worker [N]: loss sum (nats), targets, gradient norm before the clip, clip factor.
 
+    All are 0 for a worker that is away.
     ok: whether the update was applied. disagreement: mean_i |g_i - g|^2 / |g|^2 of the workers' mean gradients before
     the clip where it was asked for, otherwise 0.
     """
@@ -63,7 +68,7 @@ class Metrics(NamedTuple):
 STATE_SPEC = State(Spec("worker"), optimizer.Moments(Spec("worker"), Spec("worker"), Spec("worker")), Spec())
 BATCH_SPEC = Batch(Spec("worker", None, "data"), Spec("worker", None, "data"))
 METRICS_SPEC = Metrics(Spec("worker"), Spec("worker"), Spec("worker"), Spec("worker"), Spec(), Spec())
-MIXING_SPEC = Mixing(Spec(), Spec(), Spec())
+MIXING_SPEC = Mixing(Spec(), Spec(), Spec(), Spec("worker"))
 
 Step = Callable[..., tuple[State, Metrics]]
 
@@ -124,6 +129,9 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         return jax.lax.scan(accumulate, zero, parts)[0]
 
     def update(state, batch, lr_N, mixing):
+        before, links = state, mixing.links
+        present_N = None if links is None else links.active_N
+        state = state if links is None else network.rejoin(config, state, links)
         context = batch.tokens.shape[-1] - 1
         losses_N, grads_NP = jax.lax.psum(gradients(state.params_NP, batch), "data")
         targets_N = jax.lax.psum(jnp.sum(batch.rows.astype(jnp.int32), axis=(1, 2)) * context, "data")
@@ -132,25 +140,35 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         clip_N = jnp.minimum(1.0, clip_norm / (norm_N + 1e-6)) if clip_norm else jnp.ones_like(norm_N)
         scaled_NP = grads_NP * (clip_N / count_N)[:, None]
 
-        def mix(params_NP):
-            return topology.mix(params_NP, schedule, mixing.phase, mixing.gamma, excluded)
+        def exchange(arena_NP):
+            if links is not None:
+                return network.mix(arena_NP, links, mixing.gamma, excluded)
+            return topology.mix(arena_NP, schedule, mixing.phase, mixing.gamma, excluded)
 
-        params_NP = mix(state.params_NP) if mixes_first else state.params_NP
+        def mix(params_NP, moments):
+            return exchange(params_NP), network.mix_moments(config, exchange, moments)
+
+        params_NP, moments = state.params_NP, state.moments
+        params_NP, moments = mix(params_NP, moments) if mixes_first else (params_NP, moments)
         lr_N = lr_N.astype(grads_NP.dtype)
         hyper = _hyper(config, params_NP.shape[0], grads_NP.dtype)
-        params_NP, moments = optimizer.adamw(hyper, layout.decayed, params_NP, scaled_NP, state.moments, lr_N)
-        params_NP = params_NP if mixes_first else mix(params_NP)
+        params_NP, moments = optimizer.adamw(hyper, layout.decayed, params_NP, scaled_NP, moments, lr_N)
+        params_NP, moments = (params_NP, moments) if mixes_first else mix(params_NP, moments)
         disagreement = jnp.zeros((), grads_NP.dtype)
         if config.decentralized.workers > 1:
             disagreement = jax.lax.cond(
                 mixing.measure,
-                lambda: consensus.consensus_distance(grads_NP / count_N[:, None], axis="worker").relative,
+                lambda: consensus.consensus_distance(grads_NP / count_N[:, None], (), "worker", present_N).relative,
                 lambda: disagreement,
             )
+        if links is not None:  # whatever a worker that is away has computed counts nowhere
+            params_NP, moments = network.hold(links, (params_NP, moments), (before.params_NP, before.moments))
+            told = (losses_N, targets_N, norm_N, clip_N)
+            losses_N, targets_N, norm_N, clip_N = network.hold(links, told, jax.tree.map(jnp.zeros_like, told))
         bad = jnp.sum(~(jnp.isfinite(losses_N) & jnp.isfinite(norm_N)), dtype=jnp.int32)
         ok = state.ok & (jax.lax.psum(bad, "worker") == 0)
         new = State(params_NP, moments, ok)
-        kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, state)
+        kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, before)
         return kept._replace(ok=ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok, disagreement)
 
     # check_vma=False: replication is not tracked, so no collective is inserted beside the ones written above.
@@ -183,11 +201,15 @@ class Distances(NamedTuple):
     cosine_nu: jax.Array
 
 
-def make_measure(config: Any, mesh: Mesh) -> Callable[[State], Distances]:
-    """A compiled function that measures a state after some update and changes nothing; blocks as in arena.blocks."""
+def make_measure(config: Any, mesh: Mesh) -> Callable[..., Distances]:
+    """A compiled function (state after an update, its Links or None) -> Distances of the workers that are there.
+
+    Changes nothing; blocks as in arena.blocks.
+    """
     ranges = tuple(arena.blocks(arena.make_layout(config.model)).values())
 
-    def measure(state: State) -> Distances:
+    def of(state: State, links: network.Links | None) -> Distances:
+        present_N = None if links is None else links.active_N
         moments = state.moments
         hyper = _hyper(config, moments.mu_NP.shape[0], moments.mu_NP.dtype)
         beta1_N1, beta2_N1 = jnp.reshape(hyper.beta1, (-1, 1)), jnp.reshape(hyper.beta2, (-1, 1))
@@ -196,12 +218,18 @@ def make_measure(config: Any, mesh: Mesh) -> Callable[[State], Distances]:
         direction_NP = mean_NP / (jnp.sqrt(square_NP) + hyper.eps)
         arenas = (state.params_NP, moments.mu_NP, moments.nu_NP)
         return Distances(
-            consensus.consensus_distance(state.params_NP, ranges, axis="worker"),
-            consensus.consensus_distance(direction_NP, axis="worker").distance,
-            *(consensus.pairwise_cosine(arena_NP, axis="worker") for arena_NP in arenas),
+            consensus.consensus_distance(state.params_NP, ranges, "worker", present_N),
+            consensus.consensus_distance(direction_NP, (), "worker", present_N).distance,
+            *(consensus.pairwise_cosine(arena_NP, "worker", present_N) for arena_NP in arenas),
         )
 
-    return jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(STATE_SPEC,), out_specs=Spec(), check_vma=False))
+    specs = (STATE_SPEC, Spec("worker"))
+    sharded = jax.shard_map(of, mesh=mesh, in_specs=specs, out_specs=Spec(), check_vma=False)
+
+    def measure(state: State, links: network.Links | None = None) -> Distances:
+        return sharded(state, links)
+
+    return jax.jit(measure)
 
 
 def _hyper(config: Any, rows: int, dtype: jnp.dtype) -> optimizer.Hyper:

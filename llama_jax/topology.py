@@ -236,8 +236,7 @@ def mix(
         raise ValueError(f"{arena_NP.shape[0]} rows on {shards} devices are not {schedule.workers} workers")
 
     def average(exchange: Phase, arena_NP: jax.Array, gamma: jax.Array) -> jax.Array:
-        if excluded:
-            gamma = jnp.where(_within(arena_NP.shape[1], excluded), jnp.ones_like(gamma), gamma)[None, :]
+        gamma = gamma_of(gamma, arena_NP.shape[1], excluded)
         if exchange.mean:
             total_P = jnp.sum(arena_NP, axis=0)
             mean_P = (jax.lax.psum(total_P, axis) if axis else total_P) / schedule.workers
@@ -257,6 +256,13 @@ def mix(
     if len(branches) == 1:
         return branches[0](arena_NP, gamma)
     return jax.lax.switch(phase, branches, arena_NP, gamma)
+
+
+def gamma_of(gamma: jax.Array, length: int, excluded: Ranges) -> jax.Array:
+    """Gamma itself, or where ranges are excluded that of each of `length` elements, [1, P]."""
+    if not excluded:
+        return gamma
+    return jnp.where(_within(length, excluded), jnp.ones_like(gamma), gamma)[None, :]
 
 
 def receive(arena_NP: jax.Array, sources: Sources, axis: str | None = None) -> jax.Array:
@@ -313,7 +319,7 @@ def gamma_table(learning_rates: Sequence[float], start_frac: float, p: float, mi
             allowed = "finite and at least 0" if top == math.inf else "in [0, 1]"
             raise ConfigError(f"decentralized.adaptive.{field} = {value} must be {allowed}")
     rates_T = np.asarray(learning_rates, np.float64)
-    start = math.ceil(budget.exact(float(start_frac)) * len(rates_T))
+    start = budget.start_update(start_frac, len(rates_T))
     gamma_T = np.ones(len(rates_T))
     active = rates_T[start:]
     if p == 0 or not len(active):

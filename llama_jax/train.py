@@ -15,11 +15,13 @@ import numpy as np
 
 from llama_jax import config as configs
 from llama_jax import (
+    control,
     data,
     describe,
     flops,
     integrity,
     metrics,
+    network,
     optimizer,
     records,
     resume,
@@ -84,6 +86,7 @@ class _Dispatched(NamedTuple):
     mixing: steps.Mixing
     metrics: steps.Metrics
     distances: steps.Distances | None
+    held: control.Control | None
 
 
 class _Loop:
@@ -93,7 +96,7 @@ class _Loop:
         self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
         self.plan, self.context = built.plan, built.config.model.context
         self.saved = resume.open_checkpoints(folder.checkpoints, built.layout)
-        self.at, self.state, self.met, self.loader = resume.restore(self.saved, built, source)
+        self.at, self.state, self.met, self.held, self.loader = resume.restore(self.saved, built, source)
         config = built.config
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         self.meter = metrics.Meter(
@@ -113,6 +116,7 @@ class _Loop:
         self.last_save = time.monotonic()
         self.unread: _Dispatched | None = None
         self.mixing, self.peaks = built.mixing(), configs.per_worker(built.config, "lr")
+        self.ledger = network.make_ledger(config, built.schedule)
 
     def run(self) -> dict[str, Any]:
         fault_point("start")
@@ -141,15 +145,17 @@ class _Loop:
             end = update.position + update.size
             lr = optimizer.learning_rate(self.config, self._targets(end))
             own = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
-            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update)
+            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update, self.held)
             self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
             if self.built.sync and self.met and (self.at.update + 1) % self.config.decentralized.sync_every == 0:
-                self.state, self.met = self.built.sync(self.state, self.met)
-            distances = self.built.measure(self.state) if mixing.measure and lr_N.size > 1 else None
+                self.state, self.met = self.built.sync(self.state, self.met, mixing.links)
+            if self.built.control and self.held and (self.at.update + 1) % self.built.schedule.period == 0:
+                self.held = self.built.control(self.state, self.held, np.int32(self.at.update + 1), mixing.links)
+            distances = self.built.measure(self.state, mixing.links) if mixing.measure and lr_N.size > 1 else None
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
             self._read()  # the update before this one, so that the device never waits for the host
-            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances)
+            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances, self.held)
             update = self._next_update()
             if not self.at.evaluated:
                 self._evaluate_epoch()
@@ -183,19 +189,25 @@ class _Loop:
             sent.lr,
             found,
             self.meter.rates(),
+            sent.mixing.links,
         )
         if self.config.decentralized.workers > 1:
-            line |= records.packed_fields(found, sent.mixing)
+            line |= records.packed_fields(found, sent.mixing) | self.ledger(number)
         if sent.distances is not None:
             line |= records.consensus_fields(self.built, found, sent.mixing, sent.lr, sent.distances)
+        blame = None if found.ok else records.blame(number, update.position, update.size, found, self.loader)
+        if sent.held is not None:
+            line |= records.control_fields(self.config.decentralized.adaptive.rho, sent.held)
+            if found.ok and not math.isfinite(sent.held.distance):
+                blame = f"update {number}: the distance of the workers is not finite; lower optimizer.lr"
         self._write(line)
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:
             self.log.flush()
-        if not found.ok:
+        if blame:
             self.log.flush(sync=True)
             self.saved.finish()
-            raise NonFiniteError(records.blame(number, update.position, update.size, found, self.loader))
+            raise NonFiniteError(blame)
 
     def _write(self, line: dict[str, Any]) -> None:
         written = self.log.append(line)
@@ -262,15 +274,17 @@ class _Loop:
     def _evaluate(self, split: str, indices: np.ndarray) -> dict[str, Any]:
         """The evaluation line of the mean model."""
         start = time.monotonic()
-        found = self._loss(validations.mean_row(self.state.params_NP), split, indices)
+        present_N = network.present(self.config, self.at.update)
+        found = self._loss(validations.mean_row(self.state.params_NP, present_N), split, indices)
         position, seconds = self.at.position, time.monotonic() - start
         epoch, targets = self.plan.epoch(position - 1) + 1, self._targets(position)
         return records.eval_line(self.at.update, epoch, targets, split, found, self.source, seconds)
 
     def _evaluate_workers(self, indices: np.ndarray) -> dict[str, float]:
-        """Losses of the local models on the same sequences, in nats: mean, min, max."""
-        params_NP = self.state.params_NP
-        losses = [self._loss(params_NP[i], "subset", indices).mean for i in range(params_NP.shape[0])]
+        """Losses of the local models that are there on the same sequences, in nats: mean, min, max."""
+        params_NP, present_N = self.state.params_NP, network.present(self.config, self.at.update)
+        workers = range(params_NP.shape[0]) if present_N is None else np.flatnonzero(present_N)
+        losses = [self._loss(params_NP[i], "subset", indices).mean for i in workers]
         return {"mean": sum(losses) / len(losses), "min": min(losses), "max": max(losses)}
 
     def _end(self) -> dict[str, Any]:
@@ -316,7 +330,7 @@ class _Loop:
                     raise CheckpointError(f"{self.folder.metrics}: can't be written, so no checkpoint was saved")
                 return
             self.at.wall_s = self.meter.wall_s
-            arrays, meta = resume.content(self.state, self.met, self.at, self.loader)
+            arrays, meta = resume.content(self.state, self.met, self.held, self.at, self.loader)
             self.saved.save(self.at.update, arrays, meta, kind, wait)
             self.last_save = time.monotonic()
 

@@ -36,8 +36,13 @@ class Loss(NamedTuple):
 
 
 @jax.jit
-def mean_row(params_NP: jax.Array) -> jax.Array:
-    """The mean of the workers [P] in float32 (sum, then one division); for N = 1 the row itself."""
+def mean_row(params_NP: jax.Array, present_N: np.ndarray | None = None) -> jax.Array:
+    """The mean of the workers [P] in float32 (sum, then one division); for N = 1 the row itself.
+
+    present_N: bool, the workers that count (network.present); None: all.
+    """
+    if present_N is not None:
+        return jnp.sum(jnp.where(present_N[:, None], params_NP, 0), axis=0) / jnp.sum(present_N)
     if params_NP.shape[0] == 1:
         return params_NP[0]
     return jnp.sum(params_NP, axis=0) / params_NP.shape[0]

@@ -67,6 +67,8 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
         ("workers", "Mean model and workers", _workers),
         ("consensus", "Consensus distance", _consensus),
         ("gamma", "Mixing strength", _gamma),
+        ("bytes", "Loss against simulated bytes", _bytes),
+        ("time", "Loss against simulated time", _time),
     ]
     drawings = []
     for name, title, plot in plans:
@@ -77,7 +79,7 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
             caption = plot(axes, runs)
             if not axes.has_data():
                 continue
-            axes.set_xlabel("targets")
+            axes.set_xlabel(axes.get_xlabel() or "targets")
             axes.set_axisbelow(True)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
             if axes.get_legend_handles_labels()[1]:
@@ -205,6 +207,27 @@ def _gamma(axes: Axes, runs: Sequence[Run]) -> str:
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("gamma")
     return "Share of the topology's averaging that each update applies; the rest keeps the worker's own parameters."
+
+
+def _bytes(axes: Axes, runs: Sequence[Run]) -> str:
+    _losses(axes, runs, "simulated_bytes")
+    axes.set_xlabel("bytes received by a worker")
+    return "Training loss against the bytes that a worker would have received, were each a machine of its own."
+
+
+def _time(axes: Axes, runs: Sequence[Run]) -> str:
+    _losses(axes, runs, "simulated_s")
+    axes.set_xlabel("simulated seconds")
+    return "Training loss against the time that the run would have taken, were each worker a machine of its own."
+
+
+def _losses(axes: Axes, runs: Sequence[Run], against: str) -> None:
+    """Moving means of the training losses, over the runs in which `against` grows."""
+    for index, run in enumerate(runs):
+        series = run.series("loss", against)
+        if len(series) and series.x[-1] > series.x[0]:
+            axes.plot(series.x, smoothed(series)[0], label=run.name if len(runs) > 1 else None, **look(index))
+    axes.set_ylabel("nats per target")
 
 
 def _mark(axes: Axes, y: float, label: str) -> None:

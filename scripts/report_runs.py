@@ -15,7 +15,7 @@ SMOOTHING = 0.01  # of a run's updates, on each side
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over a run: x in targets; y, with the lowest and highest worker (y itself where it has no workers)."""
+    """A quantity over a run: x (targets by default), y, lowest and highest worker (y itself if it has no workers)."""
 
     x: np.ndarray
     y: np.ndarray
@@ -43,12 +43,12 @@ class Run:
     evals: list[dict[str, Any]]
     notes: tuple[str, ...]
 
-    def series(self, field: str) -> Series:
-        """A field of the train lines against targets; lines without it or with a non-finite value are left out.
+    def series(self, field: str, against: str = "targets") -> Series:
+        """A field of the train lines against another; lines without one or with a non-finite value are left out.
 
-        What the workers have of it stands in the field worker_NAME, a list.
+        What the workers have of it stands in the field worker_NAME, a list, null for one that is away.
         """
-        return _series(self.train, field)
+        return _series(self.train, field, against)
 
     def evaluations(self, split: str, field: str = "loss") -> Series:
         """A field of the evaluations of one split (subset or validation) against targets."""
@@ -141,18 +141,18 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], l
     return [train[key] for key in sorted(train)], [evals[key] for key in sorted(evals)]
 
 
-def _series(lines: list[dict[str, Any]], field: str) -> Series:
+def _series(lines: list[dict[str, Any]], field: str, against: str = "targets") -> Series:
     rows = []
     for line in lines:
-        value = line.get(field)
-        if value is None:
+        if line.get(field) is None or line.get(against) is None:
             continue
         try:
-            values = [float(value), *map(float, line.get(f"worker_{field}") or [value])]
+            x, y = float(line[against]), float(line[field])
+            workers = [float(value) for value in line.get(f"worker_{field}") or [y] if value is not None]
         except (TypeError, ValueError, OverflowError):
             continue
-        if np.isfinite(values).all():
-            rows.append((float(line["targets"]), values[0], min(values[1:]), max(values[1:])))
+        if workers and np.isfinite([x, y, *workers]).all():
+            rows.append((x, y, min(workers), max(workers)))
     table = np.array(rows, dtype=np.float64).reshape(-1, 4)
     return Series(*table.T)
 

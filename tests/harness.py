@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import jax
 import numpy as np
 
 from llama_jax import build as builds
-from llama_jax import checkpoint, shards, train
+from llama_jax import checkpoint, network, shards, train
 from llama_jax import config as configs
 from llama_jax.errors import Preempted
 
@@ -95,8 +96,12 @@ class KeptBuilds:
     def __call__(self, config):
         built, runtime = builds.build(config), config.runtime
         program = [dict(config.model), runtime.deterministic, runtime.jit, runtime.mesh_worker, runtime.mesh_data]
+        program.append(jax.config.read("jax_disable_most_optimizations"))  # modules of tests differ in it
         packed = configs.to_dict(config)["decentralized"]
-        packed["adaptive"] = packed["adaptive"]["exclude"]  # the rest becomes an argument of the step, as worker_lr
+        adaptive = packed["adaptive"]
+        # The rest becomes an argument of the step, as worker_lr; a gamma on the device is another kind of argument.
+        packed["adaptive"] = [adaptive["exclude"], adaptive["mode"] == "target"]
+        packed["network"] = [network.changes_training(config), packed["network"]["rejoin"]]
         for field in ("worker_lr", "sync_every", "outer_lr", "outer_momentum", "outer_nesterov"):
             del packed[field]
         step = [*program, {**config.optimizer, "lr": None}, packed]
@@ -105,6 +110,7 @@ class KeptBuilds:
             step=self.keep(["step", *step], built.step),
             evaluate=self.keep(["evaluate", *evaluation], built.evaluate),
             measure=self.keep(["measure", *step], built.measure),
+            control=self.keep(["control", *step, adaptive, config.derived.total_updates], built.control),
         )
 
     def keep(self, key, function):

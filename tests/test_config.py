@@ -237,6 +237,19 @@ def test_a_warmup_longer_than_the_budget_is_refused():
     refused({**budget, "training.total_targets": 312 * 131_072 - 1024}, "lr_schedule.warmup_steps", "warmup_fraction")
 
 
+TARGET = {  # a config of four workers that is accepted
+    "decentralized.workers": 4,
+    "training.microbatch": 32,
+    "training.sequence_multiple": 4,
+    "decentralized.adaptive.mode": "target",
+    "decentralized.adaptive.min_gamma": 0.0001,
+}
+
+
+def test_the_distance_of_workers_can_be_held():
+    assert config.load(C4_20M, TARGET).decentralized.adaptive.rho == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -256,6 +269,12 @@ def test_a_warmup_longer_than_the_budget_is_refused():
             ("training.sequence_multiple", "decentralized.workers = 4", "4 or 8"),
         ),
         ({"decentralized.adaptive.exclude": "("}, ("decentralized.adaptive.exclude", "regular expression")),
+        ({"decentralized.adaptive.mode": "target"}, ("decentralized.workers = 1", "target", "at least 2")),
+        (TARGET | {"decentralized.topology": "disconnected"}, ("decentralized.topology = disconnected", "must mix")),
+        (TARGET | {"decentralized.sync_every": 5}, ("decentralized.sync_every = 5", "an outer step", "equal")),
+        (TARGET | {"decentralized.adaptive.min_gamma": 0.0}, ("decentralized.adaptive.min_gamma = 0.0", "0.0001")),
+        (TARGET | {"decentralized.adaptive.rho": 0.0}, ("decentralized.adaptive.rho = 0.0", "(0, 100]")),
+        (TARGET | {"decentralized.adaptive.kappa": 0.0}, ("decentralized.adaptive.kappa = 0.0", "(0, 2]")),
         ({"runtime.mesh_data": 2, "evaluation.batch_sequences": 3}, ("evaluation.batch_sequences", "2")),
         ({"runtime.deterministic": True, "model.attention": "xla"}, ("model.attention", "deterministic")),
         ({"runtime.deterministic": True, "model.head": "chunked"}, ("model.head", "deterministic")),
