@@ -13,6 +13,7 @@ import numpy as np
 
 from llama_jax import flops
 
+MOST_PARTS = 112  # matrices of one concatenation: 16 layers of 7, whose gradients are about 64 arrays
 ALIGNMENT = 1024  # elements: rows start on 4 KiB and can be split evenly over devices
 
 
@@ -76,11 +77,26 @@ def views(arena_NP: jax.Array, layout: Layout) -> dict[str, jax.Array]:
 
 
 def pack(tensors: dict[str, jax.Array], layout: Layout) -> jax.Array:
-    """Rows [N, P] of tensors {name: [N, *shape]} in one concatenation, padding zero."""
+    """Rows [N, P] of tensors {name: [N, *shape]}, padding zero.
+
+    XLA fuses the concatenation into what reads it as long as it has few parts. So the norm scales are joined before,
+    and so are neighbouring matrices where there are many.
+    """
     first = tensors[layout.slots[0].name]
-    parts = [tensors[slot.name].reshape(first.shape[0], slot.size) for slot in layout.slots]
-    parts.append(jnp.zeros((first.shape[0], layout.padded - layout.used), first.dtype))
-    return jnp.concatenate(parts, axis=1)
+    flat = {slot: tensors[slot.name].reshape(first.shape[0], slot.size) for slot in layout.slots}
+    matrices = [flat[slot] for slot in layout.slots if slot.decay]
+    scales = [flat[slot] for slot in layout.slots if not slot.decay]
+    scales.append(jnp.zeros((first.shape[0], layout.padded - layout.used), first.dtype))
+    length = -(-len(matrices) // MOST_PARTS)
+    groups = [matrices[i : i + length] for i in range(0, len(matrices), length)]
+    return jnp.concatenate([_join(group) for group in [*groups, scales]], axis=1)
+
+
+def _join(parts: list[jax.Array]) -> jax.Array:
+    """One array of its own in memory: without the barrier XLA would make one concatenation of all."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.lax.optimization_barrier(jnp.concatenate(parts, axis=1))
 
 
 def to_row(params: dict[str, np.ndarray], layout: Layout) -> np.ndarray:

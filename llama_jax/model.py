@@ -69,8 +69,7 @@ class Attention(nnx.Module):
         parts = (self.q_proj, self.k_proj, self.v_proj)
         if self.numerics.own_gradients:
             dense, rotate = ops.dense, ops.rope
-            matrix = jnp.concatenate([_scaled(part, scale_D) for part in parts])
-            q, k, v = ops.projections(h_BTD, matrix, (H * d, K * d, K * d))
+            q, k, v = ops.projections(h_BTD, _scaled(scale_D, *parts), (H * d, K * d, K * d))
         else:
             dense, rotate = ops.plain_dense, ops.plain_rope
             q, k, v = (dense(h_BTD, part.weight[...]) for part in parts)
@@ -91,8 +90,8 @@ class MLP(nnx.Module):
         if not self.numerics.own_gradients:
             gate, up = (ops.plain_dense(h_BTD, w.weight[...]) for w in (self.gate_proj, self.up_proj))
             return ops.plain_dense(ops.swiglu(gate, up), self.down_proj.weight[...])
-        both = jnp.concatenate([_scaled(self.gate_proj, scale_D), _scaled(self.up_proj, scale_D)])
-        return ops.dense(ops.gated(ops.dense(h_BTD, both)), self.down_proj.weight[...])
+        gate_up = ops.dense(h_BTD, _scaled(scale_D, self.gate_proj, self.up_proj))
+        return ops.dense(ops.gated(gate_up), self.down_proj.weight[...])
 
 
 class Block(nnx.Module):
@@ -158,7 +157,7 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(states [B, T, D], output projection [V, D]), whose product is the logits."""
         h_BTD, scale_D = self.model(tokens_BT)
-        return h_BTD, _scaled(self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens, scale_D)
+        return h_BTD, _scaled(scale_D, self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens)
 
 
 def _add_norm(stream: Stream, weight: Weight, eps: float, numerics: Numerics):
@@ -174,9 +173,13 @@ def _sum(stream: Stream) -> jax.Array:
     return x if delta is None else x + delta.astype(x.dtype)
 
 
-def _scaled(weight: Weight, scale_D: jax.Array | None) -> jax.Array:
-    """A matrix [out, in] that takes up the norm's scale of its inputs: no pass over the tokens, forward or backward."""
-    return weight.weight[...] if scale_D is None else weight.weight[...] * scale_D[None, :]
+def _scaled(scale_D: jax.Array | None, *weights: Weight) -> jax.Array:
+    """Matrices [out, in] one below the other, which take up the norm's scale of their inputs.
+
+    So neither pass multiplies or sums over the tokens for it, and their gradients stay one array.
+    """
+    matrix = jnp.concatenate([weight.weight[...] for weight in weights])
+    return matrix if scale_D is None else matrix * scale_D[None, :]
 
 
 def _run_block(structure, params, stream, rope):
