@@ -27,7 +27,7 @@ import numpy as np
 
 from bench import roofline
 from llama_jax import config as configs
-from llama_jax import data, flops, outer, run_folder, shards
+from llama_jax import control, data, flops, outer, run_folder, shards
 from llama_jax import step as steps
 from llama_jax.build import build
 from llama_jax.errors import DataError, NonFiniteError
@@ -91,6 +91,7 @@ class Stepper:
         self.state = self.built.initial_state()
         self.metrics: steps.Metrics | None = None
         self.mixing, self.lr_N = self.built.mixing(), np.asarray(configs.per_worker(config, "lr"), np.float32)
+        self.held = control.init(self.built.mesh) if self.built.control else None
         self.met = outer.init(self.state, self.built.mesh) if self.built.sync else None
         self.trace_s: float | None = None
         self.compile_s: float | None = None
@@ -105,7 +106,7 @@ class Stepper:
         batch = self.built.place(np.zeros(width, dtype))
         start = time.perf_counter()
         step: Any = self.built.step  # calls of the step use the program compiled here
-        lowered = step.lower(self.state, batch, self.lr_N, self.mixing(0))
+        lowered = step.lower(self.state, batch, self.lr_N, self.mixing(0, self.held))
         traced = time.perf_counter()
         compiled = lowered.compile()
         self.trace_s, self.compile_s = traced - start, time.perf_counter() - traced
@@ -130,13 +131,15 @@ class Stepper:
         with jax.disable_jit(not config.runtime.jit):
             start = time.perf_counter()
             for _ in range(updates):
-                before, mixing = self.metrics, self.mixing(self.update % built.plan.total_updates)
+                before, mixing = self.metrics, self.mixing(self.update % built.plan.total_updates, self.held)
                 self.state, self.metrics = built.step(self.state, feed(self.update), self.lr_N, mixing)
                 self.update += 1
                 if built.sync and self.met and self.update % sync_every == 0:
-                    self.state, self.met = built.sync(self.state, self.met)
+                    self.state, self.met = built.sync(self.state, self.met, mixing.links)
+                if built.control and self.update % built.schedule.period == 0:
+                    self.held = built.control(self.state, self.held, np.int32(self.update), mixing.links)
                 if mixing.measure and self.lr_N.size > 1:
-                    built.measure(self.state)
+                    built.measure(self.state, mixing.links)
                 if late:
                     jax.block_until_ready(before)
             jax.block_until_ready((self.state, self.metrics))
