@@ -1,25 +1,25 @@
 """Writes the measured tables of README.md from the records in bench/results; --check only compares.
 
-A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME is the function here that makes it.
+A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME is the function here that makes it, or one of
+speed_tables. `<!-- pending: NAME -->` is the place of a speed table whose record isn't there yet; once it is, the table
+takes that place.
 """
 
 import argparse
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.speed_tables import SPEED, markdown
 from llama_jax.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+PENDING = re.compile(r"<!-- pending: (\w+) -->\n")
 
 
 def _run_row(name: str, run: dict[str, Any]) -> list[str]:
@@ -52,7 +52,7 @@ def mini_20m() -> str:
     return (
         f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the runs "
         f"differ by {record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
-        f"{max(differences):.4f} (update {apart}).\n\n" + _table(RUN_HEAD, rows)
+        f"{max(differences):.4f} (update {apart}).\n\n" + markdown(RUN_HEAD, rows)
     )
 
 
@@ -73,7 +73,7 @@ def c4_start() -> str:
     return (
         f"Three updates of each C4 preset on files in C4's format, stopped and continued in between, evaluated, saved "
         f"and verified on one {device['kind']}; `{record['command']}`.\n\n"
-        + _table(["preset", "parameters", "loss of update 1", "loss of update 3", "peak memory"], rows)
+        + markdown(["preset", "parameters", "loss of update 1", "loss of update 3", "peak memory"], rows)
     )
 
 
@@ -94,14 +94,27 @@ def topologies() -> str:
         for found in record["arms"]
     ]
     head = ["run", "mean model, nats", "local models", "consensus distance", "bytes per worker and update", "targets/s"]
-    return f"One {record['environment']['device']['kind']}; `{record['command']}`.\n\n" + _table(head, rows)
+    return f"One {record['environment']['device']['kind']}; `{record['command']}`.\n\n" + markdown(head, rows)
+
+
+def speed(name: str) -> str:
+    """A table of speed_tables from its record; OSError where there is none."""
+    return SPEED[name].make(read_json(RESULTS / SPEED[name].file))
+
+
+def recorded(name: str) -> bool:
+    """Whether there is a record for a speed table, with its part of it."""
+    path = RESULTS / SPEED[name].file
+    return path.exists() and bool(read_json(path).get(SPEED[name].part))
 
 
 TABLES: dict[str, Callable[[], str]] = {"mini_20m": mini_20m, "c4_start": c4_start, "topologies": topologies}
+TABLES |= {name: functools.partial(speed, name) for name in SPEED}
 
 
 def render(text: str) -> str:
-    """The text with every table made anew; KeyError for an unknown name."""
+    """The text with every table made anew, pending ones where they are recorded; KeyError for an unknown name."""
+    text = PENDING.sub(lambda at: f"<!-- results: {at[1]} -->\n<!-- end -->\n" if recorded(at[1]) else at[0], text)
     return PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
