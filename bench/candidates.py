@@ -138,8 +138,10 @@ class Search:
     def _program(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings that are equal for equal programs, as far as it is known what `auto` becomes here."""
         known = {path: self._auto.get(path, value) if value == "auto" else value for path, value in settings.items()}
-        # A chunk of more rows than a microbatch has is one of all of them.
-        rows = settings["training.microbatch"] * self.config.model.context
+        # A chunk of more rows than the workers of a device have in a microbatch is one of all of them.
+        runtime, workers = self.config.runtime, self.config.decentralized.workers
+        sequences = settings["training.microbatch"] * workers // (runtime.mesh_worker * runtime.mesh_data)
+        rows = sequences * self.config.model.context
         return known | {"model.head_chunk_rows": min(settings["model.head_chunk_rows"], rows)}
 
     def _name(self, settings: dict[str, Any]) -> str:

@@ -7,10 +7,12 @@
 Measured are full optimizer updates of the real training step on batches that are already on the device; loading,
 validation, compilation and checkpoints are excluded. With --data the ids are drawn from the unigram counts of that
 token cache, and the selected candidate is measured once more with the loader feeding it from there, to show what
-loading costs. A candidate changes how a recipe is executed (microbatch, kernels, attention, head, its chunks, scanned
-or recomputed layers, XLA flags; jit by --axis=runtime.jit=True,False), never the recipe. One that crashes, runs out of
-memory or time is recorded with its reason, one that takes over 90 % of the device memory is rejected. One axis follows
-the other, each from the fastest candidate so far; --minutes ends that, --axis=model.attention=auto,xla replaces it.
+loading costs; the written config keeps the data of its recipe.
+
+A candidate changes how a recipe is executed (microbatch, kernels, attention, head, its chunks, scanned or recomputed
+layers, XLA flags; jit by --axis=runtime.jit=True,False), never the recipe. One that crashes, runs out of memory or time
+is recorded with its reason, one that takes over 90 % of the device memory is rejected. One axis follows the other, each
+from the fastest candidate so far; --minutes ends that, --axis=model.attention=auto,xla replaces it.
 
 The record (--out), JSON, written anew after each candidate:
     format_version 1, command, commit, seconds, excluded
@@ -170,7 +172,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any, candidates
         raise ConfigError("--config=FILE is required, for example --config=configs/c4_20m.py")
     if options.data:
         shards.read_manifest(options.data)
-        overrides = {**overrides, "data.source": "cache", "data.path": options.data}
     write = options.write
     if write and (write.suffix != ".py" or not write.stem.isidentifier()):
         raise ConfigError(f"--write={write}: a .py file whose name is a name in Python")
@@ -251,6 +252,8 @@ def main(arguments: Sequence[str]) -> None:
             write_json_atomic(options.out, record)
 
     def run(config: Any, candidate: Candidate, loader: bool = False) -> dict[str, Any]:
+        if options.data:
+            config = candidates.changed(config, {"data.source": "cache", "data.path": options.data})
         source = options.tokens or options.data
         return trial.run(config, limits, candidate.name, source, loader, candidate.settings[FLAGS])
 

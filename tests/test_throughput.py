@@ -103,8 +103,6 @@ def test_a_sweep_survives_its_candidates_and_its_choice_trains(commands, tmp_pat
         "model.head": "chunked",
         "model.kernels": "xla",
         "training.microbatch": 4,
-        "data.source": "cache",
-        "data.path": str(cache),
     }
     monkeypatch.delenv("LLAMA_JAX_TEST_FAULT")
     ended = commands.run("llama_jax.main", f"--config={tuned}", f"--workdir={tmp_path / 'run'}")
@@ -191,6 +189,10 @@ def test_equal_programs_are_tried_once():
     axes = {"model.head_chunk_rows": [64, 256, 1024, 32768], "training.microbatch": [16, 4]}
     times = {"as configured": 9, "head_chunk_rows=64": 8, "microbatch=4 head_chunk_rows=64": 7}
     found, _, _ = swept(times, axes)  # 16 sequences of 16 are 256 rows, 4 of them are 64
+    assert [name for name, _ in found] == list(times)
+    packed = {"decentralized.workers": 2, "training.sequence_multiple": 2, "training.microbatch": 4}
+    times = {"as configured": 9, "head_chunk_rows=64": 8}  # 2 workers with 4 sequences each: 128 rows
+    found, _, _ = swept(times, {"model.head_chunk_rows": [64, 128, 1024]}, config=tiny(packed))
     assert [name for name, _ in found] == list(times)
 
 

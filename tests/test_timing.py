@@ -48,9 +48,9 @@ def test_a_measurement_is_so_many_updates_of_training(changes, monkeypatch):
     state, mixing, lr_N = built.initial_state(), built.mixing(), np.full(config.decentralized.workers, 0.0056, "f4")
     met = outer.init(state, built.mesh) if built.sync else None
     for update in range(8):
-        state, metrics = built.step(state, built.place(rows[update % 3]), lr_N, mixing(update))
+        state, metrics = built.step(state, built.place(rows[update % 3]), lr_N, mixing(update, None))
         if built.sync and update % 3 == 2:
-            state, met = built.sync(state, met)
+            state, met = built.sync(state, met, None)
     assert steppers[0].update == 8
     np.testing.assert_array_equal(steppers[0].state.params_NP, state.params_NP)
     assert record["loss"] == pytest.approx(float(metrics.loss_sum.sum()) / 256, rel=1e-6)
