@@ -108,7 +108,54 @@ def recorded(name: str) -> bool:
     return path.exists() and bool(read_json(path).get(SPEED[name].part))
 
 
-TABLES: dict[str, Callable[[], str]] = {"mini_20m": mini_20m, "c4_start": c4_start, "topologies": topologies}
+def throughput() -> str:
+    """Execution choices of the training step on one device; nothing as long as there is no record."""
+    path = RESULTS / "throughput_h200.json"
+    if not path.is_file():
+        return ""
+    record, text = read_json(path), []
+    for case in record["cases"]:
+        rows = [
+            [f"**{entry['name']}**" if entry["name"] == case["selected"] else entry["name"], *_throughput_row(entry)]
+            for entry in case["candidates"]
+            if entry["status"] != "left out"
+        ]
+        device, settings = case["environment"], record["settings"]
+        where = f"one {device['device']['kind']}, JAX {device['versions']['jax']}" if device else "no device"
+        loader = (case["real_data"] or {}).get("measured")
+        text.append(
+            f"{case['config']} with {case['rows']} rows ({case['targets_per_update']:,} targets an update), {where}; "
+            f"ids: {settings['tokens']}; median of {settings['windows']} windows of {settings['updates']} updates; "
+            f"{record['excluded']} are excluded."
+            + (f" With the loader: {loader['loader']['ratio']:.3f} of these targets/s." if loader else "")
+            + "\n\n"
+            + markdown(["candidate", "ms", "targets/s", "MFU", "TFLOP/s", "roofline", "peak memory", "compile"], rows)
+        )
+    return f"`{record['command']}`\n\n" + "\n".join(text)
+
+
+def _throughput_row(entry: dict[str, Any]) -> list[str]:
+    found = entry["measured"]
+    if not found or entry["status"] != "measured":
+        return [entry["status"], *[""] * 6]
+    roofline, peak = found["roofline"], found["peak_bytes"] or found["program_bytes"]
+    return [
+        f"{found['update_ms']:.2f}",
+        f"{found['targets_per_s'] / 1e6:.2f} M",
+        f"{found['mfu']:.1%}" if found["mfu"] else "",
+        f"{found['tflops_per_s']:.0f}",
+        f"{roofline['fraction']:.1%}" if roofline else "",
+        f"{peak / 2**30:.1f} GiB" if peak else "",
+        "cached" if found["compile_cached"] else f"{found['compile_s']:.0f} s" if found["compile_s"] else "",
+    ]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "mini_20m": mini_20m,
+    "c4_start": c4_start,
+    "topologies": topologies,
+    "throughput": throughput,
+}
 TABLES |= {name: functools.partial(speed, name) for name in SPEED}
 
 
