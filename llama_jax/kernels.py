@@ -50,8 +50,8 @@ def pick(kernels: str) -> Rows:
     return Rows(plain_add_norm, plain_norm_gradient, plain_softmax_gradient)
 
 
-def obstacle(width: int, vocab: int, rows: int) -> str | None:
-    """Why the kernels can't take these sizes, or None. rows: of one call, the tokens of a microbatch."""
+def obstacle(width: int, vocab: int, context: int) -> str | None:
+    """Why the kernels can't take the sizes of a model, or None."""
     if width % COLUMNS:
         return f"model.width must be a multiple of {COLUMNS}"
     if vocab % LANES:
@@ -60,8 +60,8 @@ def obstacle(width: int, vocab: int, rows: int) -> str | None:
         return f"a row of {vocab} logits doesn't fit the shared memory"
     if 3 * 2 * TILE_ROWS * width > SHARED_BYTES - 4096:
         return f"{TILE_ROWS} rows of {width} elements don't fit the shared memory three times"
-    if rows % TILE_ROWS:
-        return f"the tokens of a microbatch must be a multiple of {TILE_ROWS}"
+    if context % TILE_ROWS:
+        return f"model.context must be a multiple of {TILE_ROWS}"
     return None
 
 
@@ -75,6 +75,8 @@ def _kernel(tile: Callable[..., None], length: int, rows: int | None, shared: in
     shared: bytes of shared memory that a block needs, which decides how many run on a multiprocessor.
     """
     blocks = MULTIPROCESSORS * max(1, min(MOST_BLOCKS, SHARED_BYTES // (shared + 2048)))
+    if rows and length % rows:
+        raise ValueError(f"{length} rows are not whole tiles of {rows}")
     count = length // (rows or 1)
 
     def body(*refs):

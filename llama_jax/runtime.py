@@ -166,8 +166,7 @@ def _mosaic_obstacle(config: Any, device: Any, compute: str, residual: str) -> s
         return f"the device is {device.device_kind}, not a Hopper GPU"
     if (compute, residual) != ("bfloat16", "bfloat16"):
         return "model.compute_dtype and model.residual_dtype must be bfloat16"
-    model, tokens = config.model, config.training.microbatch * config.model.context // config.runtime.mesh_data
-    return kernels.obstacle(model.width, model.vocab_size, tokens)
+    return kernels.obstacle(config.model.width, config.model.vocab_size, config.model.context)
 
 
 def _cudnn_obstacle(device: Any, compute: str, head_size: int) -> str | None:

@@ -90,17 +90,23 @@ def test_a_kernel_of_every_layer_is_lowered_once():
 
 
 @pytest.mark.parametrize(
-    ("width", "vocab", "rows", "part"),
+    ("width", "vocab", "context", "part"),
     [
         (100, 32000, 1024, "model.width must be a multiple of 64"),
         (320, 32001, 1024, "model.vocab_size must be a multiple of 256"),
         (320, 131072, 1024, "doesn't fit the shared memory"),
         (64 * 100, 32000, 1024, "rows of 6400 elements don't fit"),
-        (320, 32000, 1025, "must be a multiple of 8"),
+        (320, 32000, 1025, "model.context must be a multiple of 8"),
     ],
 )
-def test_sizes_that_have_no_kernel(width, vocab, rows, part):
-    assert part in kernels.obstacle(width, vocab, rows)
+def test_sizes_that_have_no_kernel(width, vocab, context, part):
+    assert part in kernels.obstacle(width, vocab, context)
+
+
+def test_rows_that_are_not_whole_tiles_are_refused():
+    wide = jax.ShapeDtypeStruct((12, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="12 rows are not whole tiles of 8"):
+        jax.eval_shape(lambda x: kernels.add_norm(x, x, EPS, jnp.bfloat16), wide)
 
 
 @pytest.mark.parametrize("width", [320, 512, 640, 768, 960, 2048])
