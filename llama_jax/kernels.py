@@ -32,7 +32,7 @@ LOG2E = 1.4426950408889634
 # Keyword and argument names that changed between the supported JAX versions.
 _NEW_NAMES = "out_type" in inspect.signature(plgpu.kernel).parameters
 _OUT, _SCRATCH = ("out_type", "scratch_types") if _NEW_NAMES else ("out_shape", "scratch_shapes")
-_INDEXED_LOAD = "idx" in inspect.signature(plgpu.load).parameters
+_INDEXED_LOAD = any(p.name == "idx" and p.default is p.empty for p in inspect.signature(plgpu.load).parameters.values())
 
 
 class Rows(NamedTuple):
