@@ -49,8 +49,9 @@ def mini_20m() -> str:
         _run_row("unbroken", record["whole"]),
         _run_row(f"stopped near update {record['stopped_near_update']}, continued", record["stopped_and_continued"]),
     ]
+    where = f"One {device['kind']}, JAX {versions['jax']}, commit {record['commit'][:7]}"
     return (
-        f"One {device['kind']}, JAX {versions['jax']}; `{record['command']}`. The validation losses of the runs "
+        f"{where}; `{record['command']}`. The validation losses of the runs "
         f"differ by {record['validation_loss_difference']:.4f} nats, the losses of one update by at most "
         f"{max(differences):.4f} (update {apart}).\n\n" + markdown(RUN_HEAD, rows)
     )
@@ -72,7 +73,7 @@ def c4_start() -> str:
     ]
     return (
         f"Three updates of each C4 preset on files in C4's format, stopped and continued in between, evaluated, saved "
-        f"and verified on one {device['kind']}; `{record['command']}`.\n\n"
+        f"and verified on one {device['kind']}, commit {record['commit'][:7]}; `{record['command']}`.\n\n"
         + markdown(["preset", "parameters", "loss of update 1", "loss of update 3", "peak memory"], rows)
     )
 
@@ -94,7 +95,8 @@ def topologies() -> str:
         for found in record["arms"]
     ]
     head = ["run", "mean model, nats", "local models", "consensus distance", "bytes per worker and update", "targets/s"]
-    return f"One {record['environment']['device']['kind']}; `{record['command']}`.\n\n" + markdown(head, rows)
+    where = f"One {record['environment']['device']['kind']}, commit {record['commit'][:7]}"
+    return f"{where}; `{record['command']}`.\n\n" + markdown(head, rows)
 
 
 def speed(name: str) -> str:

@@ -170,6 +170,8 @@ class Checkpoints:
         entries = {entry.update: entry for entry in self.entries()}
         update = max(entries, default=None) if update is None else update
         if update not in entries:
+            if not entries:
+                raise CheckpointError(f"{self.directory}: no whole checkpoint")
             raise CheckpointError(f"{self.directory}: no checkpoint of update {update}, there are: {list(entries)}")
         for newer in integrity.steps(self.directory):
             if newer > max(entries) and not integrity.marker(self._step(newer)).exists():

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,7 @@ def _derive(config: ConfigDict) -> dict[str, int]:
             ("workers", workers, workers > 1, "must be at least 2: one worker is at no distance from others"),
             ("topology", name, name != "disconnected", "must mix: otherwise gamma changes nothing"),
             ("sync_every", every, every == 0, "must be 0: an outer step makes all workers equal"),
-            ("adaptive.min_gamma", floor, floor > 0, "must be above 0, such as 0.0001: factors never bring 0 back"),
+            ("adaptive.min_gamma", floor, 0 < floor < 1, "must be between 0 and 1, such as 0.0001"),
         ):
             require(good, f"decentralized.{field}", f"= {value}: with decentralized.adaptive.mode = target it {reason}")
     for name in ("lr", "beta1", "beta2", "weight_decay"):
@@ -304,17 +305,25 @@ def per_worker(config: ConfigDict, name: str) -> list[float]:
     if not text:
         return [config.optimizer[name]] * workers
     field = find(f"optimizer.{name}")
-    values = [checked(path, field, from_text(path, field, part.strip())) for part in text.split(",")]
-    if len(values) != workers:
-        raise ConfigError(f"{path} = {text!r} has {len(values)} numbers, decentralized.workers is {workers}")
+    parts = text.split(",")
+    if len(parts) != workers:
+        raise ConfigError(f"{path} = {text!r} has {len(parts)} numbers, decentralized.workers is {workers}")
+    try:
+        values = [checked(path, field, from_text(path, field, part.strip())) for part in parts]
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {path} = {text!r} must be {workers} numbers with commas between") from None
     return values
 
 
 def _pattern(text: str) -> None:
     try:
-        re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"decentralized.adaptive.exclude = {text!r} is no regular expression: {error}") from None
+        with warnings.catch_warnings(action="error"):  # of what Python may read differently one day
+            re.compile(text)
+    except (re.error, OverflowError, RecursionError, Warning) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"decentralized.adaptive.exclude = {text[:60]!r} is no regular expression: {reason}"
+        ) from None
 
 
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -54,17 +54,22 @@ def make_control(config: Any, mesh: Mesh) -> Advance:
     """The compiled control of a finalized config: (state, control, number of updates done, its Links) -> control.
 
     To be called at ends of cycles. Nothing is donated: an update that has not been logged holds its gamma. A state
-    that is not ok and an Xi that is not finite change nothing but `distance`, which shows the latter. Raises
+    that is not ok, an Xi that is not finite and one of fewer than two workers change nothing but `distance`. Raises
     ConfigError where no cycle ends before r0, and where gamma 1 leaves no distance to hold.
     """
     fields, updates = config.decentralized, config.derived.total_updates
-    schedule, adaptive = make_schedule(config), fields.adaptive
+    schedule, adaptive, workers = make_schedule(config), fields.adaptive, fields.workers
     start, period = budget.start_update(adaptive.start_frac, updates), schedule.period
     if start < period:
         least = f"set it to {period / updates:.4g} or more" if period <= updates else f"a run has only {updates}"
         raise ConfigError(
             f"decentralized.adaptive.start_frac = {adaptive.start_frac}: mode target measures a cycle of {period} "
             f"updates of {fields.topology} before gamma moves; {least}"
+        )
+    if start >= updates:
+        raise ConfigError(
+            f"decentralized.adaptive.start_frac = {adaptive.start_frac}: with mode target gamma would never move in "
+            f"{updates} updates; lower it"
         )
     if schedule.stationary(fields.scheme) < 1e-9:
         raise ConfigError(
@@ -75,8 +80,13 @@ def make_control(config: Any, mesh: Mesh) -> Advance:
 
     def advance(state: State, control: Control, update: jax.Array, present_N: jax.Array | None) -> Control:
         found = consensus.consensus_distance(state.params_NP, axis="worker", present_N=present_N)
-        distance = jnp.sqrt(found.distance)
-        good = state.ok & jnp.isfinite(distance)
+        number = workers
+        if present_N is not None:
+            number = jax.lax.psum(jnp.sum(present_N.astype(jnp.float32)), "worker")
+        # n independent points are (n - 1) / n of their variance from their mean: as if all were there.
+        scale = (workers - 1) / workers * number / jnp.maximum(number - 1, 1)
+        distance = jnp.sqrt(found.distance * scale)
+        good = state.ok & jnp.isfinite(distance) & (number > 1)
         measures = good & (update <= start) & (update > start - CYCLES * period)
         weight = DECAY * control.weight + (1 - DECAY)
         reference = control.reference + (1 - DECAY) / weight * (distance - control.reference)

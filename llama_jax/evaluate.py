@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax import arena, checkpoint, data, hf, network, run_folder, runtime
+from llama_jax import arena, data, hf, network, resume, run_folder, runtime
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -33,8 +33,7 @@ def load_run(path: str | Path, config: Any, update: int | None = None) -> tuple[
 
     Raises CheckpointError. Changes nothing in the folder.
     """
-    saved = checkpoint.Checkpoints(Path(path) / "checkpoints", None, read_only=True)
-    found = saved.read(update, ["params"])
+    found = resume.read_params(path, config, update)
     return validations.mean_row(found.arrays["params"], network.present(config, found.update)), found.update
 
 

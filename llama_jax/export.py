@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_jax import checkpoint, data, hf, network, resume, run_folder, runtime
 from llama_jax import config as configs
+from llama_jax import data, hf, network, resume, run_folder, runtime
 from llama_jax import validation as validations
 from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
 
@@ -50,7 +50,7 @@ def export(
     if source.fingerprint != stored["data"].get("tokens"):
         where = config.data.path or "the synthetic language"
         raise DataError(f"{where} is not the data that {run} was trained on; restore it, or name it with --data")
-    found = checkpoint.Checkpoints(run / "checkpoints", None, read_only=True).read(update, ["params"])
+    found = resume.read_params(run, config, update)
     params_NP, position = found.arrays["params"], found.meta["progress"]["position"]
     present_N = network.present(config, found.update)
     for folder, number in chosen.items():

@@ -85,6 +85,11 @@ def changes_training(config: Any) -> bool:
     return config.decentralized.workers > 1 and bool(fields.dropout > 0 or fields.outages or skips)
 
 
+def independent(config: Any, schedule: topology.Schedule) -> bool:
+    """Whether there are several workers that never exchange anything: a sweep, in which one may fail alone."""
+    return config.decentralized.workers > 1 and not schedule.mixes and not config.decentralized.sync_every
+
+
 def events(config: Any, update: int) -> Events:
     """Who is there at an update, a function of the config and the update alone.
 
@@ -138,7 +143,9 @@ def _planned(text: str) -> tuple[tuple[int, int, int], ...]:
     for part in text.split(",") if text else []:
         worker, _, span = part.strip().partition(":")
         numbers = [worker, *span.split("-")]
-        if len(numbers) != 3 or not all(number.isascii() and number.isdigit() for number in numbers):
+        if len(numbers) != 3 or not all(
+            number.isascii() and number.isdigit() and len(number) < 16 for number in numbers
+        ):
             raise ConfigError(
                 f"decentralized.network.outages: {part.strip()!r} is not worker:first-last, such as 2:100-150"
             )
@@ -227,7 +234,12 @@ def rejoin(config: Any, state: Any, links: Links) -> Any:
 
 def hold(links: Links, new: Any, old: Any) -> Any:
     """The tree `new` [N, ...] for the active workers, bit for bit the old one for the others."""
-    return jax.tree.map(lambda a, b: jnp.where(_like(links.active_N, a), a, b), new, old)
+    return choose(links.active_N, new, old)
+
+
+def choose(chosen_N: jax.Array, new: Any, old: Any) -> Any:
+    """The tree `new` [N, ...] for the chosen workers, bit for bit the old one for the others."""
+    return jax.tree.map(lambda a, b: jnp.where(_like(chosen_N, a), a, b), new, old)
 
 
 def _like(mask_N: jax.Array, array: jax.Array) -> jax.Array:

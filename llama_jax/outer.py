@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from llama_jax import network
+from llama_jax.errors import ConfigError
 from llama_jax.step import STATE_SPEC, State, shardings
 
 
@@ -44,7 +45,12 @@ def make_sync(config: Any, mesh: Mesh) -> Callable[..., tuple[State, Outer]]:
     d = met - mean of the workers; momentum = b momentum + d; met -= lr (d + b momentum) with Nesterov, else
     met -= lr momentum.
     """
-    fields, workers = config.decentralized, config.decentralized.workers
+    fields, workers, updates = config.decentralized, config.decentralized.workers, config.derived.total_updates
+    if fields.sync_every > updates:
+        raise ConfigError(
+            f"decentralized.sync_every = {fields.sync_every}: there is no outer step in a run of {updates} updates; "
+            "lower it, or set it to 0"
+        )
 
     def meet(state: State, outer: Outer, links: network.Links | None) -> tuple[State, Outer]:
         if links is None:

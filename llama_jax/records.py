@@ -1,7 +1,8 @@
 """What a run writes of an update, of an evaluation and of its end, as plain dictionaries for JSON."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,18 +13,58 @@ from llama_jax import validation as validations
 from llama_jax.build import Built
 
 
+class Update(NamedTuple):
+    """One update: its place in the stream in sequences, and its batch on the device."""
+
+    position: int
+    size: int
+    batch: steps.Batch
+
+
+class Sent(NamedTuple):
+    """An update on its way: its one-based number, learning rates FP64 [N], and results on the device."""
+
+    number: int
+    update: Update
+    lr_N: np.ndarray
+    mixing: steps.Mixing
+    metrics: steps.Metrics
+    distances: steps.Distances | None
+    held: control.Control | None
+
+
+def update_line(
+    built: Built,
+    sent: Sent,
+    found: steps.Metrics,
+    rates: dict[str, float | None],
+    ledger: Callable[[int], dict[str, float]],
+) -> dict[str, Any]:
+    """The metrics line of an update whose metrics have come to the host as `found`."""
+    plan, context, end = built.plan, built.config.model.context, sent.update.position + sent.update.size
+    epoch = plan.epoch(sent.update.position) + 1
+    line = train_line(sent.number, epoch, end * context, sent.lr_N, found, rates, sent.mixing.links)
+    if built.config.decentralized.workers > 1:
+        line |= packed_fields(found, sent.mixing, sent.lr_N) | ledger(sent.number)
+    if sent.distances is not None:
+        line |= consensus_fields(built, sent.mixing, sent.lr_N, found, sent.distances)
+    if sent.held is not None:
+        line |= control_fields(built.config.decentralized.adaptive.rho, sent.held)
+    return line
+
+
 def train_line(
     update: int,
     epoch: int,
     targets: int,
-    lr: float,
+    lr_N: np.ndarray,
     found: steps.Metrics,
     rates: dict[str, float | None],
     links: network.Links | None = None,
 ) -> dict[str, Any]:
-    """The metrics line of an update: loss in nats per target over the workers, mean gradient norm and clip factor.
+    """The metrics line of an update: loss in nats per target over the workers, means of the rest over the workers.
 
-    links: who is there; the others do not count (their losses and targets are 0).
+    links: who is there; who is not, or was not finite while others went on, does not count.
     """
     there = _there(found, links)
     return {
@@ -31,52 +72,63 @@ def train_line(
         "update": update,
         "epoch": epoch,
         "targets": targets,
-        "loss": float(np.asarray(found.loss_sum, np.float64).sum() / np.asarray(found.targets).sum()),
-        "lr": lr,
+        "loss": float(np.asarray(found.loss_sum, np.float64)[there].sum() / np.asarray(found.targets)[there].sum()),
+        "lr": float(lr_N[0] if len(set(lr_N)) == 1 else lr_N.mean()),
         "grad_norm": float(found.grad_norm[there].mean()),
         "clip": float(found.clip[there].mean()),
         **rates,
     }
 
 
-def packed_fields(found: steps.Metrics, mixing: steps.Mixing) -> dict[str, Any]:
+def packed_fields(found: steps.Metrics, mixing: steps.Mixing, lr_N: np.ndarray) -> dict[str, Any]:
     """What the line of an update says of several workers: lists per worker, phase and gamma; who is there, if not all.
 
-    A worker that is away has None for its numbers.
+    A worker that is away or was left out because it was not finite has None for its numbers.
     """
     links, there = mixing.links, _there(found, mixing.links)
 
     def listed(values: np.ndarray) -> list[float | None]:
         return [float(value) if here else None for value, here in zip(values, there, strict=True)]
 
-    presence = {} if links is None else {"active": links.active_N.tolist(), "connected": links.connected_N.tolist()}
+    more = {} if links is None else {"active": links.active_N.tolist(), "connected": links.connected_N.tolist()}
+    if len(set(lr_N)) > 1:
+        more["worker_lr"] = lr_N.tolist()
     return {
         "worker_loss": listed(np.asarray(found.loss_sum, np.float64) / np.where(there, found.targets, 1)),
         "worker_grad_norm": listed(found.grad_norm),
         "worker_clip": listed(found.clip),
         "phase": int(mixing.phase),
         "gamma": float(mixing.gamma),
-        **presence,
+        **more,
     }
 
 
 def _there(found: steps.Metrics, links: network.Links | None) -> np.ndarray:
-    """The workers that are there, bool [N]."""
-    return np.ones(found.targets.size, bool) if links is None else links.active_N
+    """The workers that count, bool [N]: there, and where the update was applied all the same, finite."""
+    active_N = np.ones(found.targets.size, bool) if links is None else links.active_N
+    return active_N & finite(found) if found.ok else active_N
+
+
+def finite(found: steps.Metrics) -> np.ndarray:
+    """The workers whose loss and gradient are finite, bool [N]."""
+    return np.isfinite(found.loss_sum) & np.isfinite(found.grad_norm)
 
 
 def consensus_fields(
-    built: Built, found: steps.Metrics, mixing: steps.Mixing, lr: float, distances: steps.Distances
+    built: Built, mixing: steps.Mixing, lr_N: np.ndarray, found: steps.Metrics, distances: steps.Distances
 ) -> dict[str, Any]:
     """Where the workers stand after an update.
 
     consensus_distance: mean_i |x_i - mean|^2 of the parameters, consensus_blocks its parts by block.
     consensus_predicted: what it would settle at if the workers' updates were independent noise of their present size
-    (None where the topology leaves workers apart for good).
+    (None where the topology leaves workers apart for good, and with outages, outer steps or mixed moments, which the
+    formula does not know).
     """
-    params, schedule, there = distances.params, built.schedule, int(_there(found, mixing.links).sum())
-    noise = lr**2 * float(distances.direction) * there / max(there - 1, 1)
-    predicted = noise * schedule.stationary(built.config.decentralized.scheme, float(mixing.gamma))
+    params, schedule, fields = distances.params, built.schedule, built.config.decentralized
+    noise = float(np.mean(lr_N**2)) * float(distances.direction) * schedule.workers / (schedule.workers - 1)
+    predicted = noise * schedule.stationary(fields.scheme, float(mixing.gamma))
+    if network.changes_training(built.config) or fields.sync_every or fields.mix_moments != "none":
+        predicted = math.inf
     blocks = np.asarray(params.blocks_K, np.float64).tolist()
     return {
         "consensus_distance": float(params.distance),
@@ -144,6 +196,7 @@ def result(
         "validation_loss": full and full["loss"],
         "bits_per_byte": full and full["bits_per_byte"],
         "subset_loss": final["subset"]["loss"],
+        **({"local_loss": final["subset"]["local_loss"]} if "local_loss" in final["subset"] else {}),
         "entropy": source.entropy,
         "best": best,
         "passes": passes,
@@ -158,13 +211,17 @@ def result(
     }
 
 
-def blame(update: int, position: int, size: int, found: steps.Metrics, loader: data.Loader) -> str:
-    """Which worker's loss or gradient isn't finite, and which sequences it saw; position and size in sequences."""
-    finite_N = np.isfinite(found.loss_sum) & np.isfinite(found.grad_norm)
-    worker, end = int(np.argmin(finite_N)), position + size
-    mine = range(position + worker, end, finite_N.size)
+def blame(sent: Sent, found: steps.Metrics, loader: data.Loader) -> str | None:
+    """What ends the run behind an update: which worker isn't finite and which sequences it saw; None: nothing does."""
+    number, position, end = sent.number, sent.update.position, sent.update.position + sent.update.size
+    if found.ok:
+        if sent.held is not None and not math.isfinite(sent.held.distance):
+            return f"update {number}: the distance of the workers is not finite; lower optimizer.lr"
+        return None
+    worker = int(np.argmin(finite(found)))
+    mine = range(position + worker, end, found.targets.size)
     sequences = ", ".join(str(loader.locate(at)[2]) for at in mine[:8]) + (", ..." if len(mine) > 8 else "")
     return (
-        f"update {update}: loss or gradient of worker {worker} is not finite and was not applied; it saw sequences "
+        f"update {number}: loss or gradient of worker {worker} is not finite and was not applied; it saw sequences "
         f"{sequences} (positions {position} to {end - 1} of the stream); lower optimizer.lr, or look at them"
     )

@@ -127,6 +127,20 @@ def export_row(
     )
 
 
+def read_params(run: str | Path, config: Any, update: int | None) -> checkpoint.Restored:
+    """The verified parameters [N, P] of a run's newest or given checkpoint; config: the run's. Changes nothing.
+
+    Raises CheckpointError, also where config.json and checkpoint differ in the number of workers, and ConfigError.
+    """
+    network.check(config)
+    saved = checkpoint.Checkpoints(Path(run) / "checkpoints", None, read_only=True)
+    found, workers = saved.read(update, ["params"]), config.decentralized.workers
+    if len(found.arrays["params"]) != workers:
+        there = len(found.arrays["params"])
+        raise CheckpointError(f"{run}: its checkpoint has {there} workers, its config.json {workers}; one was changed")
+    return found
+
+
 def finished(folder: run_folder.RunFolder) -> dict[str, Any]:
     """Verifies a finished run's final checkpoint, if its policy kept one, and repeats its result; changes nothing."""
     try:

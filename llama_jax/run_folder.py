@@ -94,7 +94,9 @@ def open_run(
         "data": _plain(data),
     }
     try:
-        str(path).encode()  # the libraries that write arrays take names in UTF-8 only
+        str(path).encode()  # the libraries that write arrays take names in UTF-8 only, and these two as patterns
+        if "[" in str(path) or "\\" in str(path):
+            raise ValueError("its path may not have [ or \\")
         path.mkdir(parents=True, exist_ok=True)
         _refuse_foreign(path)
         lock = _lock(path / ".lock")

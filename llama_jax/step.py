@@ -17,6 +17,7 @@ from ml_collections import FrozenConfigDict
 
 from llama_jax import arena, consensus, loss, model, network, optimizer, runtime, topology
 from llama_jax import config as configs
+from llama_jax.errors import ConfigError
 
 
 class State(NamedTuple):
@@ -100,11 +101,14 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
     The state is donated. A worker's gradient is that of its own mean loss over its own valid targets; padding rows,
     accumulation and short updates change it by rounding only. Scheme awc mixes the parameters before the local AdamW,
     whose gradients are those at the parameters before mixing, atc after it; the moments stay local. One worker mixes
-    nothing. Raises ConfigError where the topology can't be had.
+    nothing. An update in which any worker's loss or gradient is not finite is not applied, nor is any after it; among
+    workers that never exchange anything only those that are not finite skip it, until none is left. Raises ConfigError
+    where the topology can't be had.
     """
     layout = arena.make_layout(config.model)
     schedule, excluded = make_schedule(config), excluded_ranges(config, layout)
     mixes_first = config.decentralized.scheme == "awc"
+    independent = network.independent(config, schedule)
     frozen = FrozenConfigDict(config.model)
     clip_norm = config.optimizer.clip_norm
 
@@ -165,11 +169,14 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
             params_NP, moments = network.hold(links, (params_NP, moments), (before.params_NP, before.moments))
             told = (losses_N, targets_N, norm_N, clip_N)
             losses_N, targets_N, norm_N, clip_N = network.hold(links, told, jax.tree.map(jnp.zeros_like, told))
-        bad = jnp.sum(~(jnp.isfinite(losses_N) & jnp.isfinite(norm_N)), dtype=jnp.int32)
-        ok = state.ok & (jax.lax.psum(bad, "worker") == 0)
-        new = State(params_NP, moments, ok)
-        kept = jax.tree.map(lambda after, before: jnp.where(ok, after, before), new, before)
-        return kept._replace(ok=ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok, disagreement)
+        finite_N = jnp.isfinite(losses_N) & jnp.isfinite(norm_N)
+        wanted_N = finite_N if independent else ~finite_N
+        count = jax.lax.psum(jnp.sum(wanted_N, dtype=jnp.int32), "worker")
+        ok = state.ok & ((count > 0) if independent else (count == 0))
+        applied_N = ok & (finite_N if independent else jnp.ones_like(finite_N))
+        new, old = (params_NP, moments), (before.params_NP, before.moments)
+        params_NP, moments = network.choose(applied_N, new, old)
+        return State(params_NP, moments, ok), Metrics(losses_N, targets_N, norm_N, clip_N, ok, disagreement)
 
     # check_vma=False: replication is not tracked, so no collective is inserted beside the ones written above.
     sharded = jax.shard_map(
@@ -251,9 +258,12 @@ def make_schedule(config: Any) -> topology.Schedule:
 
 
 def excluded_ranges(config: Any, layout: arena.Layout) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of the tensors that always mix with gamma 1."""
+    """(offset, size) of the tensors that always mix with gamma 1; ConfigError where the pattern matches none or all."""
     pattern = config.decentralized.adaptive.exclude
     chosen = [slot for slot in layout.slots if pattern and re.search(pattern, slot.name)]
+    if pattern and len(chosen) in (0, len(layout.slots)):
+        matches, names = ("all tensors" if chosen else "no tensor"), ", ".join(slot.name for slot in layout.slots[:3])
+        raise ConfigError(f"decentralized.adaptive.exclude = {pattern!r} matches {matches}; their names: {names}, ...")
     return tuple((slot.offset, slot.size) for slot in chosen)
 
 

@@ -8,14 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from llama_jax import config as configs
 from llama_jax import (
-    control,
     data,
     describe,
     flops,
@@ -27,7 +26,6 @@ from llama_jax import (
     resume,
     run_folder,
 )
-from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built, build
 from llama_jax.errors import CheckpointError, DeviceError, Error, NonFiniteError
@@ -69,26 +67,6 @@ def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str
         folder.close()
 
 
-class _Update(NamedTuple):
-    """One update: its place in the stream in sequences, and its batch on the device or its metrics."""
-
-    position: int
-    size: int
-    batch: steps.Batch
-
-
-class _Dispatched(NamedTuple):
-    """An update on its way: its one-based number, learning rate, and results on the device."""
-
-    number: int
-    update: _Update
-    lr: float
-    mixing: steps.Mixing
-    metrics: steps.Metrics
-    distances: steps.Distances | None
-    held: control.Control | None
-
-
 class _Loop:
     """One process's part of a run."""
 
@@ -114,7 +92,8 @@ class _Loop:
             folder.path, config.log.tensorboard, config.log.wandb, config.name, configs.to_dict(config), self.at.update
         )
         self.last_save = time.monotonic()
-        self.unread: _Dispatched | None = None
+        self.unread: records.Sent | None = None
+        self.lost: set[int] = set()  # workers that have skipped an update that was not finite
         self.mixing, self.peaks = built.mixing(), configs.per_worker(built.config, "lr")
         self.ledger = network.make_ledger(config, built.schedule)
 
@@ -143,10 +122,9 @@ class _Loop:
         update = self._next_update()
         while update is not None:
             end = update.position + update.size
-            lr = optimizer.learning_rate(self.config, self._targets(end))
-            own = [optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks]
-            lr_N, mixing = np.asarray(own, np.float32), self.mixing(self.at.update, self.held)
-            self.state, measured = self.built.step(self.state, update.batch, lr_N, mixing)
+            lr_N = np.array([optimizer.learning_rate(self.config, self._targets(end), peak) for peak in self.peaks])
+            mixing = self.mixing(self.at.update, self.held)
+            self.state, measured = self.built.step(self.state, update.batch, lr_N.astype(np.float32), mixing)
             if self.built.sync and self.met and (self.at.update + 1) % self.config.decentralized.sync_every == 0:
                 self.state, self.met = self.built.sync(self.state, self.met, mixing.links)
             if self.built.control and self.held and (self.at.update + 1) % self.built.schedule.period == 0:
@@ -155,7 +133,7 @@ class _Loop:
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
             self._read()  # the update before this one, so that the device never waits for the host
-            self.unread = _Dispatched(self.at.update, update, lr, mixing, measured, distances, self.held)
+            self.unread = records.Sent(self.at.update, update, lr_N, mixing, measured, distances, self.held)
             update = self._next_update()
             if not self.at.evaluated:
                 self._evaluate_epoch()
@@ -164,7 +142,7 @@ class _Loop:
             elif self._recovery_due():
                 self._save("recovery")
 
-    def _next_update(self) -> _Update | None:
+    def _next_update(self) -> records.Update | None:
         position = self.at.position
         if position >= self.plan.total_sequences:
             return None
@@ -172,35 +150,22 @@ class _Loop:
         rows = self.loader.next(size)
         if self.loader.passes > passes:
             self.progress.note(f"pass {self.loader.passes} over the data begins, with new permutations")
-        return _Update(position, size, self.built.place(rows))
+        return records.Update(position, size, self.built.place(rows))
 
     def _read(self) -> None:
         """Logs the dispatched update that has not been read yet, if any; waits until it is computed."""
         if self.unread is None:
             return
         sent, self.unread = self.unread, None
-        number, update = sent.number, sent.update
-        found = jax.tree.map(np.asarray, sent.metrics)
-        self.meter.step(self._targets(update.size))
-        line = records.train_line(
-            number,
-            self.plan.epoch(update.position) + 1,
-            self._targets(update.position + update.size),
-            sent.lr,
-            found,
-            self.meter.rates(),
-            sent.mixing.links,
-        )
-        if self.config.decentralized.workers > 1:
-            line |= records.packed_fields(found, sent.mixing) | self.ledger(number)
-        if sent.distances is not None:
-            line |= records.consensus_fields(self.built, found, sent.mixing, sent.lr, sent.distances)
-        blame = None if found.ok else records.blame(number, update.position, update.size, found, self.loader)
-        if sent.held is not None:
-            line |= records.control_fields(self.config.decentralized.adaptive.rho, sent.held)
-            if found.ok and not math.isfinite(sent.held.distance):
-                blame = f"update {number}: the distance of the workers is not finite; lower optimizer.lr"
+        number, found = sent.number, jax.tree.map(np.asarray, sent.metrics)
+        self.meter.step(self._targets(sent.update.size))
+        line = records.update_line(self.built, sent, found, self.meter.rates(), self.ledger)
+        blame = records.blame(sent, found, self.loader)
         self._write(line)
+        lost = set(np.flatnonzero(~records.finite(found)).tolist()) - self.lost if found.ok else set()
+        for worker in sorted(lost):
+            self.progress.note(f"update {number}: worker {worker} is not finite and skips it; the others go on")
+        self.lost |= lost
         self.progress.show(line)
         if number % self.config.log.every_updates == 0:
             self.log.flush()
@@ -280,12 +245,21 @@ class _Loop:
         epoch, targets = self.plan.epoch(position - 1) + 1, self._targets(position)
         return records.eval_line(self.at.update, epoch, targets, split, found, self.source, seconds)
 
-    def _evaluate_workers(self, indices: np.ndarray) -> dict[str, float]:
-        """Losses of the local models that are there on the same sequences, in nats: mean, min, max."""
+    def _evaluate_workers(self, indices: np.ndarray) -> dict[str, Any]:
+        """Losses of the local models on the same sequences, in nats: mean, min, max, and of each worker.
+
+        None for a worker that is away, and in a sweep for one whose loss is not finite.
+        """
         params_NP, present_N = self.state.params_NP, network.present(self.config, self.at.update)
-        workers = range(params_NP.shape[0]) if present_N is None else np.flatnonzero(present_N)
-        losses = [self._loss(params_NP[i], "subset", indices).mean for i in workers]
-        return {"mean": sum(losses) / len(losses), "min": min(losses), "max": max(losses)}
+        losses: list[float | None] = [None] * params_NP.shape[0]
+        for i in range(len(losses)) if present_N is None else np.flatnonzero(present_N):
+            try:
+                losses[i] = self._loss(params_NP[i], "subset", indices).mean
+            except NonFiniteError:
+                if not network.independent(self.config, self.built.schedule):
+                    raise
+        found = [loss for loss in losses if loss is not None] or [math.nan]
+        return {"mean": sum(found) / len(found), "min": min(found), "max": max(found), "workers": losses}
 
     def _end(self) -> dict[str, Any]:
         """Final save, export and result, in this order; each can be repeated after a crash."""

@@ -269,6 +269,12 @@ def test_the_distance_of_workers_can_be_held():
             ("training.sequence_multiple", "decentralized.workers = 4", "4 or 8"),
         ),
         ({"decentralized.adaptive.exclude": "("}, ("decentralized.adaptive.exclude", "regular expression")),
+        (
+            {"decentralized.adaptive.exclude": "a{99999999999}"},
+            ("decentralized.adaptive.exclude", "regular expression"),
+        ),
+        ({"decentralized.adaptive.exclude": "[[a]"}, ("decentralized.adaptive.exclude", "regular expression")),
+        ({"decentralized.adaptive.exclude": "(" * 3000 + ")" * 3000}, ("decentralized.adaptive.exclude", "no regular")),
         ({"decentralized.adaptive.mode": "target"}, ("decentralized.workers = 1", "target", "at least 2")),
         (TARGET | {"decentralized.topology": "disconnected"}, ("decentralized.topology = disconnected", "must mix")),
         (TARGET | {"decentralized.sync_every": 5}, ("decentralized.sync_every = 5", "an outer step", "equal")),

@@ -161,9 +161,14 @@ def test_who_is_away_does_not_count():
     active_N = np.array([True, True, False, True])
     links = network.Links(active_N, active_N, np.zeros(4, bool), np.eye(4, dtype=np.float32), np.ones(4, np.float32))
     there_NP = rows_NP[active_N].astype(np.float64)
-    expected = math.sqrt(((there_NP - there_NP.mean(0)) ** 2).sum() / 3)
+    # The distance that four would have: 3 / 4 of the variance of one, which three show 2 / 3 of.
+    expected = math.sqrt(((there_NP - there_NP.mean(0)) ** 2).sum() / 3 * (3 / 4) / (2 / 3))
     held = advance(state_of(rows_NP, mesh), control.init(mesh), np.int32(2), links)
     assert float(held.distance) == pytest.approx(expected, rel=1e-5)
+    alone_N = np.array([True, False, False, False])
+    for update in (4, 10**6):  # where the reference is formed, and behind
+        after = advance(state_of(rows_NP, mesh), held, np.int32(update), links._replace(active_N=alone_N))
+        assert [numbers(after)[i] for i in (0, 2, 3)] == [numbers(held)[i] for i in (0, 2, 3)]
 
 
 # Tracking: independent noise instead of updates, whose size falls to a tenth from r0 on.
@@ -223,6 +228,7 @@ def test_the_distance_is_held_while_the_learning_rate_falls_tenfold(name, worker
         ({"start_frac": 0.002}, ("adaptive.start_frac = 0.002", "a cycle of 2 updates", "set it to 0.005 or more")),
         ({"start_frac": 0.0, "workers": 5, "updates": 7}, ("a cycle of 3 updates", "set it to 0.4286 or more")),
         ({"start_frac": 1.0, "workers": 5, "updates": 2}, ("a cycle of 3 updates", "a run has only 2")),
+        ({"start_frac": 1.0}, ("adaptive.start_frac = 1.0", "gamma would never move in 400 updates")),
         ({"topology": "complete", "scheme": "atc"}, ("complete with scheme atc and 4", "decentralized.scheme to awc")),
         ({"workers": 2, "scheme": "atc"}, ("one_peer_exponential with scheme atc and 2 workers",)),
         ({"topology": "mixed_radix", "workers": 5, "scheme": "atc"}, ("mixed_radix with scheme atc",)),
@@ -307,7 +313,7 @@ def test_a_run_is_the_ordinary_one_while_gamma_is_1(unbroken, tmp_path):
 
 def test_control_that_never_acts_changes_nothing(tmp_path):
     harness.run(tiny(test_packed.FOUR), tmp_path / "off")
-    harness.run(tiny(RUN, decentralized__adaptive__start_frac=1.0), tmp_path / "target")
+    harness.run(tiny(RUN, decentralized__adaptive__start_frac=0.9), tmp_path / "target")  # acts behind the last update
     off, target = (harness.arrays(tmp_path / name) for name in ("off", "target"))
     assert {name: target[name] for name in off} == off
 

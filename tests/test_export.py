@@ -116,7 +116,8 @@ def test_losses_of_the_log_are_those_of_the_exports(trained, cache, call, tmp_pa
             assert (code, error) == (0, "")
             losses.append(harness.strict(said)["loss"])
         assert len(set(losses)) == 3
-        assert line["local_loss"] == {"mean": sum(losses) / 3, "min": min(losses), "max": max(losses)}
+        numbers = {"mean": sum(losses) / 3, "min": min(losses), "max": max(losses)}
+        assert line["local_loss"] == {**numbers, "workers": losses}
 
 
 def test_transformers_loads_a_worker(trained, call, tmp_path):
@@ -239,3 +240,23 @@ def test_run_and_out_are_required(call, capsys):
         with pytest.raises(SystemExit) as caught:
             call(*words)
         assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code", "said"),
+    [
+        ("workers", 1, 4, "its checkpoint has 3 workers, its config.json 1; one was changed"),
+        ("outages", "9:1-2", 2, "must be a worker below 3"),
+    ],
+)
+@pytest.mark.parametrize("command", [export, evaluate])
+def test_an_edited_config_is_an_error_of_one_line(trained, call, tmp_path, command, field, value, code, said):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    stored = json.loads((folder / "config.json").read_text())
+    section = stored["config"]["decentralized"]
+    (section if field in section else section["network"])[field] = value
+    (folder / "config.json").write_text(json.dumps(stored))
+    words = [f"--run={folder}"] + ([f"--out={tmp_path / 'new'}"] if command is export else [])
+    found, _, error = call(*words, command=command)
+    assert found == code and said in error and error.count("\n") == 1, error

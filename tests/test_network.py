@@ -249,6 +249,7 @@ def test_one_worker_always_stays():
     [
         ({"outages": "1:5"}, "'1:5' is not worker:first-last"),
         ({"outages": "1:5-8,,"}, "'' is not worker:first-last"),
+        ({"outages": "0:1-" + "9" * 5000}, "is not worker:first-last"),
         ({"outages": "-1:5-8"}, "'-1:5-8' is not worker:first-last"),
         ({"outages": "3:5-8"}, "3:5-8 must be a worker below 3 and updates from 1 to 40"),
         ({"outages": "1:0-8"}, "updates from 1"),
@@ -625,7 +626,10 @@ def test_the_mean_model_is_that_of_the_workers_that_are_there(out, tmp_path):
         assert lines[update]["loss"] == pytest.approx(mean, rel=1e-6)
         local = [built.evaluate(jnp.asarray(x_NP[i]), [rows[:16], rows[16:]]).mean for i in there]
         expected = {"mean": np.mean(local), "min": min(local), "max": max(local)}
-        assert lines[update]["local_loss"] == {key: pytest.approx(value, rel=1e-6) for key, value in expected.items()}
+        told = dict(lines[update]["local_loss"])
+        workers = told.pop("workers")
+        assert [workers[i] for i in there] == pytest.approx(local, rel=1e-6) and workers.count(None) == 4 - len(there)
+        assert told == {key: pytest.approx(value, rel=1e-6) for key, value in expected.items()}
     mean_P = spy.after[-1].params_NP[[1, 2, 3]].astype(np.float64).mean(0)
     _, exported = hf.load_folder(folder / "exports/final")
     np.testing.assert_allclose(arena.to_row(exported, built.layout), mean_P, rtol=2e-7, atol=1e-8)

@@ -5,6 +5,7 @@ other, in FP64, with gradients of the reference loss by tensor name and everythi
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from ml_collections import FrozenConfigDict
 from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, config, data, loss, model, optimizer, step, topology, train, validation
-from llama_jax.errors import ConfigError, Preempted, run_command
+from llama_jax.errors import ConfigError, NonFiniteError, Preempted, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 T, B, LR = 6, 4, 0.01  # context, local sequences of a full update, learning rate of the step tests
@@ -308,6 +309,85 @@ def test_disconnected_workers_are_separate_runs(x64):
         mine = jax.tree.map(lambda x: np.asarray(x)[i : i + 1] if x.ndim else np.asarray(x), together)  # noqa: B023
         for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(separate[i]), strict=True):
             np.testing.assert_allclose(a, np.asarray(b), rtol=0, atol=1e-13)
+
+
+# A sweep: workers that never exchange anything.
+
+SWEEP = {
+    "decentralized.workers": 3,
+    "decentralized.topology": "disconnected",
+    "decentralized.worker_lr": "0.001,0.003,0.002",
+    "training.sequence_multiple": 3,
+    "training.microbatch": 5,
+    "training.batch_targets": 240,
+    "log.consensus_every": 4,
+}
+
+
+def poisoned(updates, worker=1):
+    """A batch placer after whose hands the worker's rows weigh NaN at these zero-based updates."""
+    original, count = harness.builds.Built.place, itertools.count()
+
+    def place(self, rows):
+        batch = original(self, rows)
+        if next(count) in updates:
+            batch = batch._replace(rows=batch.rows.at[worker].set(jnp.nan))
+        return batch
+
+    return place
+
+
+def test_a_member_of_a_sweep_fails_alone(tmp_path, monkeypatch, capsys):
+    """It skips the updates that are not finite; the others are bit for bit those of a sweep in which nothing fails."""
+    healthy, spy = Spy(), Spy()
+    healthy.run(tiny(SWEEP), tmp_path / "healthy")
+    monkeypatch.setattr(harness.builds.Built, "place", poisoned({2, 5}))
+    spy.run(tiny(SWEEP), tmp_path / "run")
+    for update, (ours, theirs) in enumerate(zip(spy.after, healthy.after, strict=True)):
+        assert bool(ours.ok)
+        for a, b in zip(jax.tree.leaves(ours[:2]), jax.tree.leaves(theirs[:2]), strict=True):
+            np.testing.assert_array_equal(np.delete(a, 1, axis=0), np.delete(b, 1, axis=0))
+        before = spy.after[update - 1]
+        assert np.array_equal(ours.params_NP[1], before.params_NP[1]) == (update in {2, 5})
+    assert spy.after[-1].moments.count_N.tolist() == [10, 8, 10]
+    assert capsys.readouterr().out.count("worker 1 is not finite and skips it; the others go on") == 1
+    lines = harness.lines(tmp_path / "run", "train")
+    for update, line in enumerate(lines):
+        assert [value is None for value in line["worker_loss"]] == [False, update in {2, 5}, False]
+        assert line["lr"] == pytest.approx(np.mean(line["worker_lr"]), rel=1e-12)
+        assert np.array(line["worker_lr"]) / line["worker_lr"][0] == pytest.approx([1, 3, 2], rel=1e-12)
+        there = [value for value in line["worker_loss"] if value is not None]
+        assert line["loss"] == pytest.approx(np.mean(there), rel=1e-6)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    last = [line for line in harness.lines(tmp_path / "run", "eval") if line["split"] == "subset"][-1]
+    assert result["local_loss"] == last["local_loss"] and len(result["local_loss"]["workers"]) == 3
+
+
+def test_a_sweep_ends_when_no_member_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness.builds.Built, "place", poisoned({2}, worker=slice(None)))
+    with pytest.raises(NonFiniteError, match="update 3: loss or gradient of worker 0 is not finite"):
+        harness.run(tiny(SWEEP), tmp_path / "run")
+
+
+def test_learning_rates_of_workers_count_in_the_prediction(tmp_path):
+    """Four equal ones that are not optimizer.lr give the lines of a run with that optimizer.lr."""
+    lines = []
+    for name, changes in (
+        ("listed", {"decentralized.worker_lr": "0.001,0.001,0.001,0.001"}),
+        ("plain", {"optimizer.lr": 0.001}),
+    ):
+        harness.run(tiny(FOUR | changes), tmp_path / name)
+        lines.append(harness.lines(tmp_path / name, "train"))
+    for ours, theirs in zip(*lines, strict=True):
+        for key in ("lr", "worker_loss", "consensus_distance", "consensus_predicted"):
+            assert ours.get(key) == theirs.get(key), key
+
+
+@pytest.mark.parametrize(("pattern", "matches"), [("embeding", "no tensor"), (".", "all tensors")])
+def test_a_pattern_that_excludes_nothing_or_all_is_refused(pattern, matches, tmp_path):
+    with pytest.raises(ConfigError, match=f"exclude = '{pattern}' matches {matches}; their names: model.embed_tokens"):
+        harness.run(tiny(FOUR, decentralized__adaptive__exclude=pattern), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # Isolation.
@@ -671,7 +751,7 @@ def test_losses_of_the_mean_and_of_the_workers_on_the_same_sequences(four):
             for params in tensors(np.concatenate([x_NP, x_NP.mean(0, keepdims=True)]), chosen)
         )
         assert line["loss"] == pytest.approx(mean, rel=1e-6)
-        expected = {"mean": np.mean(workers), "min": min(workers), "max": max(workers)}
+        expected = {"mean": np.mean(workers), "min": min(workers), "max": max(workers), "workers": workers}
         assert line["local_loss"] == {key: pytest.approx(value, rel=1e-6) for key, value in expected.items()}
         assert len(set(workers)) == 4
     assert all("local_loss" not in line for line in harness.lines(folder) if line not in lines)

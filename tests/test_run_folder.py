@@ -232,3 +232,10 @@ def test_no_secret_reaches_a_file(tmp_path, recipe, monkeypatch):
     assert record["variables"].keys() <= wanted.keys() | {n for n in os.environ if n.startswith(("JAX_", "XLA_"))}
     assert set(record["versions"]) >= {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"}
     assert record["device"]["platform"] == "cpu" and record["host"]["cpus_allowed"] >= 1
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a\\b"])
+def test_a_path_that_the_array_library_takes_for_a_pattern_is_refused(name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"may not have \[ or \\; choose another --workdir"):
+        run_folder.open_run(tmp_path / name, {}, {}, {})
+    assert not (tmp_path / name).exists()
