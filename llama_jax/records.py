@@ -155,15 +155,15 @@ def control_fields(rho: float, held: control.Control) -> dict[str, Any]:
 def eval_line(
     update: int, epoch: int, targets: int, split: str, loss: validations.Loss, source: data.Source, seconds: float
 ) -> dict[str, Any]:
-    """The metrics line of an evaluation; loss in nats per target."""
+    """The metrics line of an evaluation; loss in nats per target, None where it is not finite (mean of a sweep)."""
     return {
         "kind": "eval",
         "update": update,
         "epoch": epoch,
         "targets": targets,
         "split": split,
-        "loss": loss.mean,
-        "bits_per_byte": loss.bits_per_byte(source.bytes_per_token),
+        "loss": loss.mean if math.isfinite(loss.mean) else None,
+        "bits_per_byte": loss.bits_per_byte(source.bytes_per_token) if math.isfinite(loss.mean) else None,
         "eval_targets": loss.targets,
         "eval_s": seconds,
     }
@@ -171,6 +171,8 @@ def eval_line(
 
 def eval_text(line: dict[str, Any]) -> str:
     """An evaluation for people."""
+    if line["loss"] is None:
+        return f"update {line['update']:,}: the {line['split']} loss of the mean model is not finite"
     bits = "" if line["bits_per_byte"] is None else f", {line['bits_per_byte']:.4f} bits per byte"
     return f"update {line['update']:,}: {line['split']} loss {line['loss']:.4f} nats{bits}"
 

@@ -203,13 +203,15 @@ class _Loop:
             if last:
                 self.at.final = {**final, **self.meter.rates()}
             kept = self._interval_due() or (last and self.config.training.checkpoint_policy != "none")
-            if self.at.best is None or final["subset"]["loss"] < self.at.best["loss"]:
+            reached = final["subset"]["loss"]
+            if reached is not None and (self.at.best is None or reached < self.at.best["loss"]):
                 self.at.best = {
                     **{key: final["subset"][key] for key in ("update", "targets", "loss", "bits_per_byte")},
                     "checkpoint": f"checkpoints/{self.at.update}" if kept else None,
                 }
             # Every time: a killed process may have left a better one, of an update that this one has not come to yet.
-            write_json_atomic(self.folder.best, self.at.best)
+            if self.at.best:
+                write_json_atomic(self.folder.best, self.at.best)
             if self._interval_due() and not last:
                 self._export(f"update-{self.at.update}")  # before the save: a restart behind it would not export
                 self._save("interval")
@@ -219,7 +221,7 @@ class _Loop:
             self._save_and_stop()
 
     def _loss(self, row_P: jax.Array, split: str, indices: np.ndarray) -> validations.Loss:
-        """Loss of a parameter row on validation sequences; _Stopped when a signal arrives on the way."""
+        """Loss of a parameter row on validation sequences, finite but in a sweep; _Stopped when a signal arrives."""
 
         def rows() -> Iterator[np.ndarray]:
             size = self.config.evaluation.batch_sequences
@@ -230,7 +232,7 @@ class _Loop:
                 yield part
 
         found = self.built.evaluate(row_P, rows())
-        if not math.isfinite(found.total):
+        if not math.isfinite(found.total) and not network.independent(self.config, self.built.schedule):
             raise NonFiniteError(
                 f"update {self.at.update}: the loss on the {split} split is not finite; lower optimizer.lr"
             )
@@ -253,11 +255,8 @@ class _Loop:
         params_NP, present_N = self.state.params_NP, network.present(self.config, self.at.update)
         losses: list[float | None] = [None] * params_NP.shape[0]
         for i in range(len(losses)) if present_N is None else np.flatnonzero(present_N):
-            try:
-                losses[i] = self._loss(params_NP[i], "subset", indices).mean
-            except NonFiniteError:
-                if not network.independent(self.config, self.built.schedule):
-                    raise
+            loss = self._loss(params_NP[i], "subset", indices).mean
+            losses[i] = loss if math.isfinite(loss) else None
         found = [loss for loss in losses if loss is not None] or [math.nan]
         return {"mean": sum(found) / len(found), "min": min(found), "max": max(found), "workers": losses}
 

@@ -130,6 +130,10 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], l
             update, targets, kind = line["update"], line["targets"], line["kind"]
             if not all(type(count) is int and 0 <= count < 1 << 63 for count in (update, targets)):
                 raise ValueError
+            if any(key.startswith("worker_") and not isinstance(value, list) for key, value in line.items()):
+                raise ValueError
+            if not isinstance(line.get("local_loss", {}), dict):
+                raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             torn = number == len(lines)  # only a line cut off in the middle has no newline after it
             notes.append(f"{path.name}: " + ("the last line is cut off" if torn else f"line {number} is broken"))

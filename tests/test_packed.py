@@ -26,6 +26,7 @@ from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, config, data, loss, model, optimizer, step, topology, train, validation
 from llama_jax.errors import ConfigError, NonFiniteError, Preempted, run_command
+from scripts import report
 
 ROOT = Path(__file__).resolve().parent.parent
 T, B, LR = 6, 4, 0.01  # context, local sequences of a full update, learning rate of the step tests
@@ -367,6 +368,17 @@ def test_a_sweep_ends_when_no_member_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(harness.builds.Built, "place", poisoned({2}, worker=slice(None)))
     with pytest.raises(NonFiniteError, match="update 3: loss or gradient of worker 0 is not finite"):
         harness.run(tiny(SWEEP), tmp_path / "run")
+
+
+def test_a_member_whose_model_is_lost_spoils_no_evaluation(tmp_path):
+    """Its parameters are finite and its loss is not; so is that of the mean model, which nobody wants of a sweep."""
+    lost = {"decentralized.worker_lr": "0.01,100,0.01", "decentralized.worker_weight_decay": "0,10,0"}
+    more = {"optimizer.clip_norm": 0.0, "lr_schedule.name": "constant", "lr_schedule.warmup_steps": 0}
+    harness.run(tiny(SWEEP | lost | more), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    losses = result["local_loss"]["workers"]
+    assert result["validation_loss"] is None and losses[1] is None and 0 < max(losses[0], losses[2]) < 6
+    assert report.main([str(tmp_path / "run"), f"--out={tmp_path / 'report.html'}"]) == 0
 
 
 def test_learning_rates_of_workers_count_in_the_prediction(tmp_path):
