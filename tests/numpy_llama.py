@@ -17,6 +17,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # what later modules share, such as the initialization, would differ in its last bits
 
 
 def model(**changes):
