@@ -18,7 +18,7 @@ LAYERS = [
     ["errors"],
     ["fields", "budget", "flops", "files", "faults"],
     ["config", "shards", "synthetic", "integrity", "tokenizer"],
-    ["hf_config"],
+    ["hf_config", "hf_files"],
     ["kernels"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
