@@ -39,8 +39,9 @@ def test_golden_packing():
     packed = cut([convs[i] for i in (2, 0, 1)], 0, 4)
     assert packed.tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]] and packed.dtype == np.int32
     assert rows.rows_sha256([packed], 2, 4) == "f38b09c917362d4654c7d7fad88af9cfc8ab95ee6330398df60176719c9f44bb"
-    # EOS after each conversation would make a third row of what is left.
-    assert cut([np.append(convs[i], np.int32(0)) for i in (2, 0, 1)], 0, 4).shape != packed.shape
+    # EOS after each conversation, the last too, would have made a third row.
+    after = np.concatenate([np.append(convs[i], 0) for i in (2, 0, 1)]).reshape(-1, 4)
+    assert after.tolist() == [*packed.tolist(), [0, 4, 5, 0]]
 
 
 def test_golden_order():
