@@ -65,6 +65,33 @@ def documents(item: Item, rules: Rules, observe: Callable[[bytes], None]) -> Ite
             yield Problem(item.name, str(error), fatal=True)
 
 
+def json_records(path: str, observe: Callable[[bytes], None], limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """(line number, line) of every line of a JSON-lines file that is not blank, None for one longer than `limit` bytes.
+
+    `observe` is given every byte of the file as stored. Raises StreamError for a damaged file.
+    """
+    with open(path, "rb") as file:
+        for number, line in _lines(_decoded(path, _observed(file, observe)), limit):
+            if line is not None and number == 1:
+                line = line.removeprefix(_BOM)
+            if line is None or line.strip():
+                yield number, line
+
+
+def parse_record(line: bytes) -> Any:
+    """The JSON value of one line. Raises ValueError with the reason."""
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"invalid JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("invalid JSON (nested too deeply)") from None
+    except ValueError:
+        raise ValueError("invalid JSON (a number with too many digits)") from None
+
+
 def _observed(file: BinaryIO, observe: Callable[[bytes], None]) -> Iterator[bytes]:
     while chunk := file.read(_READ_BYTES):
         observe(chunk)
@@ -175,16 +202,7 @@ def _json_lines(item: Item, lines: Iterator[tuple[int, bytes | None]], rules: Ru
 
 def _json_text(line: bytes, field: str) -> str:
     """The text field of one JSON line. Raises ValueError with the reason."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("invalid JSON (nested too deeply)") from None
-    except ValueError:
-        raise ValueError("invalid JSON (a number with too many digits)") from None
+    record = parse_record(line)
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object on each line, found {_json_type(record)}")
     if field not in record:

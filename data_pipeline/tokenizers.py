@@ -106,11 +106,11 @@ def bpe_size(spec: str) -> int | None:
     return int(text)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE of at most `vocab_size` ids, id 0 the end of text, and writes its tokenizer.json.
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path, control: Sequence[str] = (_BPE_END,)) -> None:
+    """Trains a byte-level BPE of at most `vocab_size` ids and writes its tokenizer.json.
 
-    Deterministic: the same texts give the same bytes, whatever the number of threads. A corpus with too few different
-    pairs gives fewer ids.
+    The first ids are the `control` tokens, id 0 the end of text. Deterministic: the same texts give the same bytes,
+    whatever the number of threads. A corpus with too few different pairs gives fewer ids.
     """
     library = _import("tokenizers")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -118,7 +118,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_BPE_END],
+        special_tokens=list(control),
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -30,11 +30,12 @@ from llama_jax.files import (
     write_json_atomic,
 )
 from llama_jax.hf_config import from_hf_config, model_section, to_hf_config
+from llama_jax.hf_files import INDEX as INDEX
+from llama_jax.hf_files import WEIGHTS, read_config, read_header, weight_files
+from llama_jax.hf_files import find_folder as find_folder
 
 FORMAT_VERSION = 1
 MARKER = "llama_jax_export.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
 _OURS = {WEIGHTS, MARKER, "config.json", "generation_config.json", "tokenizer_config.json", *tokenizer.FILES}
 _OLD_SUFFIX = ".old"
@@ -167,33 +168,6 @@ def _publish(temporary: Path, target: Path) -> None:
 # Import.
 
 
-def find_folder(path: PathLike) -> Path:
-    """The Hugging Face folder that `path` names: exports/final of a run, or itself. ConfigError when there is none."""
-    path = Path(path)
-    for folder in (path / "exports" / "final", path):
-        if (folder / "config.json").is_file() and "model_type" in read_config(folder):
-            return folder
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory")
-    exports = sorted(found.parent for found in path.glob("exports/*/config.json"))
-    hint = f"; name one of its exports, such as {exports[-1]}" if exports else ""
-    raise ConfigError(f"{path} is neither a Hugging Face folder nor a run with exports/final{hint}")
-
-
-def read_config(directory: PathLike) -> dict[str, Any]:
-    """The content of config.json; CheckpointError when it isn't a readable JSON object."""
-    path = Path(directory) / "config.json"
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
-
-
 def load_folder(directory: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(fields of the `model` config section, {name: float32 array}) of a Hugging Face Llama folder.
 
@@ -232,62 +206,25 @@ def load_folder(directory: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarr
 
 def _read_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:
     """Name and float32 array of every stored tensor; names and shapes are checked before anything is read."""
-    for path, listed in _weight_files(directory).items():
+    files = weight_files(directory)
+    if directory / WEIGHTS in files:
+        _check_hash(directory)
+    for path, listed in files.items():
+        header = read_header(path, listed)
+        for name, (dtype, shape) in sorted(header.items()):
+            if name not in shapes:
+                raise CheckpointError(f"{path}: unexpected tensor {name}")
+            if shape != shapes[name] or dtype not in _STORED:
+                raise CheckpointError(f"{path}: {name} is {dtype}{list(shape)}, not F32{list(shapes[name])}")
         try:
             with safetensors.safe_open(path, framework="np") as file:
-                names = set(file.keys())
-                if listed and names != listed:
-                    raise CheckpointError(f"{path}: {min(names ^ listed)} is not where {INDEX} says")
-                for name in sorted(names):
-                    view = file.get_slice(name)
-                    shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                    if name not in shapes:
-                        raise CheckpointError(f"{path}: unexpected tensor {name}")
-                    if shape != shapes[name] or dtype not in _STORED:
-                        raise CheckpointError(f"{path}: {name} is {dtype}{list(shape)}, not F32{list(shapes[name])}")
-                for name in sorted(names):
+                for name in sorted(header):
                     tensor = file.get_tensor(name).astype(np.float32)
                     if not np.isfinite(tensor).all():
                         raise CheckpointError(f"{path}: {name} has numbers that are not finite")
                     yield name, tensor
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path}: {str(error).splitlines()[0]}") from None
-
-
-def _weight_files(directory: Path) -> dict[Path, set[str]]:
-    """Files to read, each with the names that the index gives it (none where there is no index)."""
-    whole, index = directory / WEIGHTS, directory / INDEX
-    if whole.is_file() and index.is_file():
-        raise CheckpointError(f"{directory} holds both {WEIGHTS} and {INDEX}; remove the one that is out of date")
-    if whole.is_file():
-        _check_hash(directory)
-        return {_inside(directory, WEIGHTS): set()}
-    if not index.is_file():
-        pickled = sorted(path.name for path in directory.glob("*.bin"))
-        why = f"; {pickled[0]} is a pickle, which is never read: save the model as safetensors" if pickled else ""
-        raise CheckpointError(f"{directory} has no {WEIGHTS}{why}")
-    try:
-        weight_map = read_json(index)["weight_map"]
-        pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{index} is not the index of a sharded model") from None
-    files: dict[Path, set[str]] = {}
-    for name, file in pairs.items():
-        files.setdefault(_inside(directory, file), set()).add(name)
-    return files
-
-
-def _inside(directory: Path, name: str) -> Path:
-    """The file of a plain name. A link may lead only to the blobs of the Hugging Face cache that the folder is in."""
-    path = directory / name
-    if name != path.name or "\\" in name or not name.endswith(".safetensors"):
-        raise CheckpointError(f"{directory / INDEX}: {name!r} is not the plain name of a .safetensors file")
-    if not path.is_file():
-        raise CheckpointError(f"{path}, which {INDEX} names, does not exist")
-    real, home = path.resolve().parent, directory.resolve()
-    if real != home and not (home.parent.name == "snapshots" and real == home.parent.parent / "blobs"):
-        raise CheckpointError(f"{path} is a link out of its folder")
-    return path
 
 
 def _check_hash(directory: Path) -> None:

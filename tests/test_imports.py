@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors"],
     ["fields", "budget", "flops", "files", "faults"],
-    ["config", "shards", "synthetic", "integrity", "tokenizer"],
-    ["hf_config"],
+    ["config", "shards", "synthetic", "integrity", "tokenizer", "rows"],
+    ["hf_config", "hf_files"],
     ["kernels"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
@@ -42,7 +42,7 @@ LONGER = {  # file: most lines it may have
 NEVER = {"tensorflow", "tf", "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 ALLOWED_OF_LLAMA_JAX = {
     "configs": {"config"},
-    "data_pipeline": {"shards", "config", "errors", "files"},
+    "data_pipeline": {"shards", "rows", "config", "errors", "files"},
 }
 DISTRIBUTIONS = {  # import name: distribution, where they differ
     "orbax": "orbax-checkpoint",
