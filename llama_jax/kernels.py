@@ -65,7 +65,8 @@ def obstacle(width: int, vocab: int, context: int) -> str | None:
     return None
 
 
-def _wide(x: jax.Array) -> jnp.dtype:
+def statistics_dtype(x: jax.Array) -> jnp.dtype:
+    """float32, or the dtype of x where that is wider."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -136,7 +137,7 @@ def plain_add_norm(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """y = x + delta; h = y / sqrt(mean(y^2) + eps) in `dtype` -> (y [T, D], h [T, D], inverse root [T])."""
     y = x_TD + delta_TD.astype(x_TD.dtype)
-    wide = y.astype(_wide(y))
+    wide = y.astype(statistics_dtype(y))
     inverse_T = lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
     return y, (wide * inverse_T[..., None]).astype(dtype), inverse_T
 
@@ -178,7 +179,7 @@ def add_norm(x_TD: jax.Array, delta_TD: jax.Array, eps: float, dtype: Any) -> tu
 
 def plain_norm_gradient(h_TD: jax.Array, inverse_T: jax.Array, dh_TD: jax.Array, dy_TD: jax.Array) -> jax.Array:
     """Gradient of the sum [T, D]: that of y plus that of h through the norm, from the norm's results."""
-    wide = _wide(dy_TD)
+    wide = statistics_dtype(dy_TD)
     h, dh = h_TD.astype(wide), dh_TD.astype(wide)
     through = inverse_T[..., None] * (dh - h * jnp.mean(h * dh, axis=-1, keepdims=True))
     return (dy_TD.astype(wide) + through).astype(dy_TD.dtype)
@@ -219,7 +220,7 @@ def norm_gradient(h_TD: jax.Array, inverse_T: jax.Array, dh_TD: jax.Array, dy_TD
 
 def plain_token_losses(logits_TV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(token losses in nats [T], logsumexp [T], is-target mask [T, V]); gathers nothing, so that the passes fuse."""
-    wide = logits_TV.astype(_wide(logits_TV))
+    wide = logits_TV.astype(statistics_dtype(logits_TV))
     log_sum_T = jax.nn.logsumexp(wide, axis=-1)
     hit_TV = lax.broadcasted_iota(targets_T.dtype, wide.shape, 1) == targets_T[:, None]
     return log_sum_T - jnp.sum(jnp.where(hit_TV, wide, 0), axis=-1), log_sum_T, hit_TV

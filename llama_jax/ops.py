@@ -13,10 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax import kernels
-
-
-def _statistics_dtype(x: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)
+from llama_jax.kernels import statistics_dtype
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -92,7 +89,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Ar
 
 def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale over the last axis, cast to dtype (Zhang and Sennrich 2019)."""
-    x = x.astype(_statistics_dtype(x))
+    x = x.astype(statistics_dtype(x))
     inverse = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return (x * inverse * scale_D.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
 
@@ -148,7 +145,7 @@ def rope_tables(model, positions: np.ndarray, dtype: jnp.dtype) -> tuple[jax.Arr
 
 def plain_rope(x_BTHd: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array) -> jax.Array:
     """Rotates the pairs (i, i + d/2) by position: the half-rotation convention of Hugging Face Llama."""
-    x = x_BTHd.astype(_statistics_dtype(x_BTHd))
+    x = x_BTHd.astype(statistics_dtype(x_BTHd))
     cos, sin = cos_Tc[None, :, None, :].astype(x.dtype), sin_Tc[None, :, None, :].astype(x.dtype)
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTHd.dtype)
@@ -166,7 +163,7 @@ def _rope_forward(x_BTHd, cos_Tc, sin_Tc):
 
 def _rope_backward(saved, dy_BTHd):
     cos_Tc, sin_Tc = saved
-    dy = dy_BTHd.astype(_statistics_dtype(dy_BTHd)).reshape(*dy_BTHd.shape[:-1], 2, -1)
+    dy = dy_BTHd.astype(statistics_dtype(dy_BTHd)).reshape(*dy_BTHd.shape[:-1], 2, -1)
     cos = cos_Tc[None, :, None, None, :].astype(dy.dtype)
     sin = jnp.stack([sin_Tc, -sin_Tc], axis=1)[None, :, None].astype(dy.dtype)
     # The other half by reversal: splitting and joining halves would be a concatenation of its own.
@@ -179,7 +176,7 @@ rope.defvjp(_rope_forward, _rope_backward)
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up (Shazeer 2020)."""
-    wide = _statistics_dtype(gate)
+    wide = statistics_dtype(gate)
     return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
 
 
@@ -194,7 +191,7 @@ def _gated_forward(gate_up):
 
 
 def _gated_backward(gate_up, d):
-    wide = _statistics_dtype(gate_up)
+    wide = statistics_dtype(gate_up)
     gate, up = (x.astype(wide) for x in jnp.split(gate_up, 2, axis=-1))
     d, sigmoid = d.astype(wide), jax.nn.sigmoid(gate)
     silu = gate * sigmoid
@@ -212,7 +209,7 @@ def reference_attention(q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array)
     """Causal attention by explicit products, mask and softmax -> [B, T, H, d]; materializes [B, H, T, T]."""
     T, H, K = q_BTHd.shape[1], q_BTHd.shape[2], k_BTKd.shape[2]
     k, v = (jnp.repeat(x, H // K, axis=2) for x in (k_BTKd, v_BTKd))
-    wide = _statistics_dtype(q_BTHd)
+    wide = statistics_dtype(q_BTHd)
     scores = jnp.einsum("bthd,bshd->bhts", q_BTHd, k, preferred_element_type=wide) / np.sqrt(q_BTHd.shape[-1])
     causal = np.tril(np.ones((T, T), bool))[None, None]
     scores = jnp.where(causal, scores, jnp.asarray(-jnp.inf, wide))
@@ -237,7 +234,7 @@ def attention(implementation: str) -> Callable[[jax.Array, jax.Array, jax.Array]
 def plain_head_loss(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> jax.Array:
     """Weighted sum of the token losses, plain logits and log-softmax; keeps the dtype, forward mode works."""
     logits = plain_dense(h_TD, w_VD)
-    logits = logits.astype(_statistics_dtype(logits))
+    logits = logits.astype(statistics_dtype(logits))
     picked = jnp.take_along_axis(logits, targets_T[:, None], axis=-1)[:, 0]
     losses = jax.nn.logsumexp(logits, axis=-1) - picked
     return jnp.sum(losses * weights_T.astype(losses.dtype))
@@ -264,7 +261,7 @@ def _chunks(rows: int, size: int) -> list[slice]:
 
 
 def _head_loss_value(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
-    total = jnp.zeros((), _statistics_dtype(h_TD))
+    total = jnp.zeros((), statistics_dtype(h_TD))
     for part in _chunks(h_TD.shape[0], chunk_rows):
         total += jnp.sum(token_losses(h_TD[part], w_VD, targets_T[part]) * weights_T[part])
     return total
@@ -272,7 +269,7 @@ def _head_loss_value(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
 
 def _head_loss_forward(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
     w_cast = w_VD.astype(h_TD.dtype)
-    total = jnp.zeros((), _statistics_dtype(h_TD))
+    total = jnp.zeros((), statistics_dtype(h_TD))
     dh, dw = [], jnp.zeros_like(w_VD)
     for part in _chunks(h_TD.shape[0], chunk_rows):
         # A chunk begins when the one before it is done, so that the logits of only one are in memory.
