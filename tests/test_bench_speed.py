@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import harness
 import jax
 import numpy as np
 import pytest
@@ -25,14 +26,7 @@ from llama_jax.errors import ConfigError, Error
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {f"bench.{m.__name__.split('.')[-1]}": m for m in (golden, ours, packed, plain_jax)}
-SET = {
-    "model.vocab_size": 64,
-    "model.context": 16,
-    "model.layers": 1,
-    "model.width": 16,
-    "model.heads": 2,
-    "model.ffn": 32,
-}
+SET = {field: value for field, value in harness.TINY.items() if field.startswith("model.")}
 WORDS = [f"--set={field}={value}" for field, value in SET.items()]
 STUB = """
 import argparse, json, numpy
