@@ -65,7 +65,7 @@ FIELDS: dict[str, Field] = {
     "model.kernels": Field(
         "auto",
         ("auto", "mosaic", "xla"),
-        "row operations as Mosaic kernels (Hopper) or by XLA; auto: mosaic where it can",
+        "row operations and the MLP's gate as Mosaic kernels (Hopper) or by XLA; auto: mosaic where it can",
     ),
     "model.compute_dtype": Field(
         "auto", ("auto", "bfloat16", "float32"), "auto: bfloat16 on accelerators, float32 on CPU"

@@ -25,7 +25,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from llama_jax import config as configs
-from llama_jax import errors, hf, ops, runtime, tokenizer
+from llama_jax import errors, gate, hf, ops, runtime, tokenizer
 from llama_jax.errors import ConfigError
 from llama_jax.model import Numerics
 
@@ -156,7 +156,7 @@ def _block(
         y = cached_attention(q[:, 0], k_cache, v_cache, position)
     x_BTD = x_BTD + dense(y.reshape(B, T, H * d), "self_attn.o").astype(x_BTD.dtype)
     h = ops.rms_norm(x_BTD, weights["post_attention_layernorm.weight"], model.norm_eps, numerics.compute)
-    gated = ops.swiglu(dense(h, "mlp.gate"), dense(h, "mlp.up"))
+    gated = gate.swiglu(dense(h, "mlp.gate"), dense(h, "mlp.up"))
     return x_BTD + dense(gated, "mlp.down").astype(x_BTD.dtype), (k, v)
 
 

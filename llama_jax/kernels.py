@@ -31,14 +31,14 @@ LOG2E = 1.4426950408889634
 
 # Keyword and argument names that changed between the supported JAX versions.
 _NEW_NAMES = "out_type" in inspect.signature(plgpu.kernel).parameters
-_OUT, _SCRATCH = ("out_type", "scratch_types") if _NEW_NAMES else ("out_shape", "scratch_shapes")
+OUT, SCRATCH = ("out_type", "scratch_types") if _NEW_NAMES else ("out_shape", "scratch_shapes")
 _INDEXED_LOAD = any(p.name == "idx" and p.default is p.empty for p in inspect.signature(plgpu.load).parameters.values())
 
 
 class Rows(NamedTuple):
     """The row operations that have kernels."""
 
-    add_norm: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    norm: Callable[..., tuple[jax.Array, jax.Array]]
     norm_gradient: Callable[..., jax.Array]
     softmax_gradient: Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
 def pick(kernels: str) -> Rows:
     """The row operations by the name in a config: mosaic or xla."""
     if kernels == "mosaic":
-        return Rows(add_norm, norm_gradient, softmax_gradient)
-    return Rows(plain_add_norm, plain_norm_gradient, plain_softmax_gradient)
+        return Rows(norm, norm_gradient, softmax_gradient)
+    return Rows(plain_norm, plain_norm_gradient, plain_softmax_gradient)
 
 
 def obstacle(width: int, vocab: int, context: int) -> str | None:
@@ -96,14 +96,15 @@ def _kernel(tile: Callable[..., None], length: int, rows: int | None, shared: in
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **{_OUT: outs, _SCRATCH: scratch},
+        **{OUT: outs, SCRATCH: scratch},
     )
 
 
 _TILED = plgpu.Layout.TILED(plgpu.Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def _load(ref: Any, at: Any, layout: Any, **options: Any) -> jax.Array:
+def load(ref: Any, at: Any, layout: Any, **options: Any) -> jax.Array:
+    """plgpu.load of a part of a reference, under any supported JAX version."""
     if _INDEXED_LOAD:
         return plgpu.load(ref, at, layout=layout, **options)
     return plgpu.load(ref.at[at], layout=layout, **options)
@@ -111,7 +112,7 @@ def _load(ref: Any, at: Any, layout: Any, **options: Any) -> jax.Array:
 
 def _columns(ref: Any, k: Any) -> jax.Array:
     """Columns [R, COLUMNS] of a tile [R, K, COLUMNS], float32."""
-    return _load(ref, (slice(None), k), _TILED).astype(jnp.float32)
+    return load(ref, (slice(None), k), _TILED).astype(jnp.float32)
 
 
 def _zeros(rows: int) -> jax.Array:
@@ -129,56 +130,46 @@ def _split(size: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(x.shape[0], -1, size) for x in arrays)
 
 
-# Residual addition and RMSNorm without its scale, which is folded into the next matrix.
+# RMSNorm without its scale, which is folded into the next matrix.
 
 
-def plain_add_norm(
-    x_TD: jax.Array, delta_TD: jax.Array, eps: float, dtype: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """y = x + delta; h = y / sqrt(mean(y^2) + eps) in `dtype` -> (y [T, D], h [T, D], inverse root [T])."""
-    y = x_TD + delta_TD.astype(x_TD.dtype)
-    wide = y.astype(statistics_dtype(y))
+def plain_norm(x_TD: jax.Array, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """h = x / sqrt(mean(x^2) + eps) in `dtype` -> (h [T, D], inverse root [T])."""
+    wide = x_TD.astype(statistics_dtype(x_TD))
     inverse_T = lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
-    return y, (wide * inverse_T[..., None]).astype(dtype), inverse_T
+    return (wide * inverse_T[..., None]).astype(dtype), inverse_T
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def add_norm(x_TD: jax.Array, delta_TD: jax.Array, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """plain_add_norm as one kernel, where all dtypes are the same."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def norm(x_TD: jax.Array, eps: float, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """plain_norm as one kernel, where x is of `dtype`."""
     T, D = x_TD.shape
     K = D // COLUMNS
 
-    def tile(at, x, delta, y, h, inverse, x_tile, delta_tile, inverse_tile, arrived):
-        plgpu.copy_gmem_to_smem(x.at[at], x_tile, arrived.at[0])
-        plgpu.copy_gmem_to_smem(delta.at[at], delta_tile, arrived.at[1])
-        plgpu.barrier_wait(arrived.at[0])
-        plgpu.barrier_wait(arrived.at[1])
+    def tile(at, x, h, inverse, x_tile, inverse_tile, arrived):
+        plgpu.copy_gmem_to_smem(x.at[at], x_tile, arrived)
+        plgpu.barrier_wait(arrived)
         squares = _zeros(TILE_ROWS)
         for k in range(K):
-            total = (_columns(x_tile, k) + _columns(delta_tile, k)).astype(dtype)
-            x_tile[:, k] = total
-            squares += total.astype(jnp.float32) * total.astype(jnp.float32)
+            squares += _columns(x_tile, k) * _columns(x_tile, k)
         root = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / D) + eps)
         inverse_tile[...] = root
         root = _spread(root)
         for k in range(K):
-            delta_tile[:, k] = (_columns(x_tile, k) * root).astype(dtype)
+            x_tile[:, k] = (_columns(x_tile, k) * root).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(x_tile, y.at[at])
-        plgpu.copy_smem_to_gmem(delta_tile, h.at[at])
+        plgpu.copy_smem_to_gmem(x_tile, h.at[at])
         plgpu.copy_smem_to_gmem(inverse_tile, inverse.at[at])
 
     wide, shared = jax.ShapeDtypeStruct((T, K, COLUMNS), dtype), plgpu.SMEM((TILE_ROWS, K, COLUMNS), dtype)
-    outs = (wide, wide, jax.ShapeDtypeStruct((T,), jnp.float32))
-    scratch = (shared, shared, plgpu.SMEM((TILE_ROWS,), jnp.float32), plgpu.Barrier(num_barriers=2))
-    y, h, inverse_T = _kernel(tile, T, TILE_ROWS, 2 * 2 * TILE_ROWS * D, outs, scratch)(
-        *_split(COLUMNS, x_TD, delta_TD)
-    )
-    return y.reshape(T, D), h.reshape(T, D), inverse_T
+    outs = (wide, jax.ShapeDtypeStruct((T,), jnp.float32))
+    scratch = (shared, plgpu.SMEM((TILE_ROWS,), jnp.float32), plgpu.Barrier())
+    h, inverse_T = _kernel(tile, T, TILE_ROWS, 2 * TILE_ROWS * D, outs, scratch)(*_split(COLUMNS, x_TD))
+    return h.reshape(T, D), inverse_T
 
 
 def plain_norm_gradient(h_TD: jax.Array, inverse_T: jax.Array, dh_TD: jax.Array, dy_TD: jax.Array) -> jax.Array:
-    """Gradient of the sum [T, D]: that of y plus that of h through the norm, from the norm's results."""
+    """Gradient of x [T, D]: dy, which reaches x beside the norm, plus dh through the norm, from the norm's results."""
     wide = statistics_dtype(dy_TD)
     h, dh = h_TD.astype(wide), dh_TD.astype(wide)
     through = inverse_T[..., None] * (dh - h * jnp.mean(h * dh, axis=-1, keepdims=True))
@@ -200,7 +191,7 @@ def norm_gradient(h_TD: jax.Array, inverse_T: jax.Array, dh_TD: jax.Array, dy_TD
         for k in range(K):
             products += _columns(h_tile, k) * _columns(dh_tile, k)
         mean = _spread(jnp.sum(products, axis=1) * (1 / D))
-        root = _spread(_load(inverse, (at,), _TILED.reduce(1), optimized=False))
+        root = _spread(load(inverse, (at,), _TILED.reduce(1), optimized=False))
         plgpu.barrier_wait(arrived.at[2])
         for k in range(K):
             through = root * (_columns(dh_tile, k) - _columns(h_tile, k) * mean)
@@ -248,7 +239,7 @@ def softmax_gradient(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.
         def scan(step, start):
             def one(n, carry):
                 at = (pl.ds(n * part, part), slice(None))
-                return step(at, _load(row, at, layout).astype(jnp.float32), carry)
+                return step(at, load(row, at, layout).astype(jnp.float32), carry)
 
             return lax.fori_loop(0, K // part, one, start)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from llama_jax import flops, ops
+from llama_jax import flops, gate, ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Numerics:
 
     compute: dtype of activations and matrix operands. residual: dtype of the residual stream.
     attention: cudnn, xla or reference. head: chunked or plain. own_gradients: fast forms with their own gradients
-    instead of the plain twins. kernels: mosaic or xla, what computes the row operations of the fast forms.
+    instead of the plain twins. kernels, gate: mosaic or xla, what computes the row operations and the MLP's gate with
+    the products beside it in the fast forms.
     """
 
     compute: Any = jnp.bfloat16
@@ -32,6 +33,7 @@ class Numerics:
     head_chunk_rows: int = 32768
     own_gradients: bool = True
     kernels: str = "xla"
+    gate: str = "xla"
     remat: bool = False
     scan_layers: bool = False
 
@@ -39,10 +41,6 @@ class Numerics:
 def reference(dtype: Any = jnp.float32) -> Numerics:
     """The reference path: explicit products, mask and softmax in `dtype`, no custom gradients (forward mode works)."""
     return Numerics(dtype, dtype, "reference", "plain", own_gradients=False)
-
-
-# The residual stream between two sublayers: what it was, and what is still to be added to it.
-Stream = tuple[jax.Array, jax.Array | None]
 
 
 class Weight(nnx.Module):
@@ -88,26 +86,25 @@ class MLP(nnx.Module):
 
     def __call__(self, h_BTD: jax.Array, scale_D: jax.Array | None) -> jax.Array:
         if not self.numerics.own_gradients:
-            gate, up = (ops.plain_dense(h_BTD, w.weight[...]) for w in (self.gate_proj, self.up_proj))
-            return ops.plain_dense(ops.swiglu(gate, up), self.down_proj.weight[...])
-        gate_up = ops.dense(h_BTD, _scaled(scale_D, self.gate_proj, self.up_proj))
-        return ops.dense(ops.gated(gate_up), self.down_proj.weight[...])
+            parts = (ops.plain_dense(h_BTD, w.weight[...]) for w in (self.gate_proj, self.up_proj))
+            return ops.plain_dense(gate.swiglu(*parts), self.down_proj.weight[...])
+        gate_up_GD = _scaled(scale_D, self.gate_proj, self.up_proj)
+        return ops.mlp(h_BTD, gate_up_GD, self.down_proj.weight[...], self.numerics.gate)
 
 
 class Block(nnx.Module):
-    """x += Attn(RMSNorm(x)); x += SwiGLU(RMSNorm(x)), where the last addition is left to the next block's norm."""
+    """x += Attn(RMSNorm(x)); x += SwiGLU(RMSNorm(x)); the products at the ends add to x themselves."""
 
     def __init__(self, model: Any, numerics: Numerics):
         self.eps, self.numerics = model.norm_eps, numerics
         self.input_layernorm, self.post_attention_layernorm = Weight(model.width), Weight(model.width)
         self.self_attn, self.mlp = Attention(model, numerics), MLP(model, numerics)
 
-    def __call__(self, stream: Stream, rope: tuple[jax.Array, jax.Array]) -> Stream:
-        x, h, scale = _add_norm(stream, self.input_layernorm, self.eps, self.numerics)
-        x, h, scale = _add_norm(
-            (x, self.self_attn(h, scale, rope)), self.post_attention_layernorm, self.eps, self.numerics
-        )
-        return x, self.mlp(h, scale)
+    def __call__(self, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, h, scale = _norm(x, self.input_layernorm, self.eps, self.numerics)
+        x = x + self.self_attn(h, scale, rope).astype(x.dtype)
+        x, h, scale = _norm(x, self.post_attention_layernorm, self.eps, self.numerics)
+        return x + self.mlp(h, scale).astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -124,25 +121,19 @@ class Decoder(nnx.Module):
         x = ops.embed(self.embed_tokens.weight[...], tokens_BT, self.numerics.residual)
         rope = ops.rope_tables(self.config, np.arange(tokens_BT.shape[1]), _table_dtype(self.numerics.compute))
         split = [nnx.split(layer) for layer in self.layers]
-        stream: Stream = (x, None)
-        if self.numerics.scan_layers or self.numerics.remat:
-            # One array between the blocks: what is saved or carried there is no more than needed.
-            def run(x, structure, params):
-                return _sum(_run_block(structure, params, (x, None), rope))
 
-            if self.numerics.remat:
-                run = jax.checkpoint(run, static_argnums=(1,))
-            if self.numerics.scan_layers:
-                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in split))
-                x, _ = jax.lax.scan(lambda x, params: (run(x, split[0][0], params), None), x, stacked)
-            else:
-                for structure, params in split:
-                    x = run(x, structure, params)
-            stream = (x, None)
+        def run(x, structure, params):
+            return nnx.merge(structure, params)(x, rope)
+
+        if self.numerics.remat:
+            run = jax.checkpoint(run, static_argnums=(1,))
+        if self.numerics.scan_layers:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params for _, params in split))
+            x, _ = jax.lax.scan(lambda x, params: (run(x, split[0][0], params), None), x, stacked)
         else:
             for structure, params in split:
-                stream = _run_block(structure, params, stream, rope)
-        _, h, scale = _add_norm(stream, self.norm, self.config.norm_eps, self.numerics)
+                x = run(x, structure, params)
+        _, h, scale = _norm(x, self.norm, self.config.norm_eps, self.numerics)
         return h, scale
 
 
@@ -160,17 +151,11 @@ class Llama(nnx.Module):
         return h_BTD, _scaled(scale_D, self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens)
 
 
-def _add_norm(stream: Stream, weight: Weight, eps: float, numerics: Numerics):
-    """(sum of the stream, its RMSNorm, the scale that the next matrix must take up or None where it is applied)."""
+def _norm(x: jax.Array, weight: Weight, eps: float, numerics: Numerics):
+    """(x, its RMSNorm, the scale that the next matrix must take up or None where it is applied)."""
     if numerics.own_gradients:
-        return *ops.add_norm(*stream, eps, numerics.compute, numerics.kernels), weight.weight[...]
-    x = _sum(stream)
+        return *ops.norm(x, eps, numerics.compute, numerics.kernels), weight.weight[...]
     return x, ops.rms_norm(x, weight.weight[...], eps, numerics.compute), None
-
-
-def _sum(stream: Stream) -> jax.Array:
-    x, delta = stream
-    return x if delta is None else x + delta.astype(x.dtype)
 
 
 def _scaled(scale_D: jax.Array | None, *weights: Weight) -> jax.Array:
@@ -180,10 +165,6 @@ def _scaled(scale_D: jax.Array | None, *weights: Weight) -> jax.Array:
     """
     matrix = jnp.concatenate([weight.weight[...] for weight in weights])
     return matrix if scale_D is None else matrix * scale_D[None, :]
-
-
-def _run_block(structure, params, stream, rope):
-    return nnx.merge(structure, params)(stream, rope)
 
 
 def _table_dtype(compute) -> jnp.dtype:

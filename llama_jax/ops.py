@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax import kernels
+from llama_jax import gate, kernels
 from llama_jax.kernels import statistics_dtype
 
 
@@ -75,7 +75,7 @@ def _once(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-# Embedding, norm, rotary positions, gate.
+# Embedding, norm, rotary positions, MLP.
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -94,34 +94,28 @@ def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float, dtype: jnp.dtype) -> 
     return (x * inverse * scale_D.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))).astype(dtype)
 
 
-def add_norm(
-    x: jax.Array, delta: jax.Array | None, eps: float, dtype: jnp.dtype, rows: str
-) -> tuple[jax.Array, jax.Array]:
-    """(x + delta in the dtype of x, its RMSNorm without a scale in `dtype`); rows: mosaic or xla. [..., D]."""
-    if delta is None:
-        return x, kernels.plain_add_norm(x, jnp.zeros_like(x), eps, dtype)[1]
-    return _add_norm(eps, dtype, rows, x, delta)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def norm(x: jax.Array, eps: float, dtype: jnp.dtype, form: str) -> tuple[jax.Array, jax.Array]:
+    """(x, its RMSNorm without a scale in `dtype`), [..., D]; form: mosaic or xla.
+
+    Going on from the x that is returned lets one pass add both gradients.
+    """
+    return _norm_forward(x, eps, dtype, form)[0]
 
 
-def _add_norm_value(eps, dtype, rows, x, delta):
-    return _add_norm_forward(eps, dtype, rows, x, delta)[0]
+def _norm_forward(x, eps, dtype, form):
+    h, inverse = kernels.pick(form).norm(_flat(x), eps, dtype)
+    h = h.reshape(x.shape)
+    return (x, h), (h, inverse)
 
 
-def _add_norm_forward(eps, dtype, rows, x, delta):
-    y, h, inverse = kernels.pick(rows).add_norm(_flat(x), _flat(delta), eps, dtype)
-    y, h = y.reshape(x.shape), h.reshape(x.shape)
-    return (y, h), (h, inverse, jnp.zeros((0,), delta.dtype))
-
-
-def _add_norm_backward(eps, dtype, rows, saved, cotangents):
-    h, inverse, like = saved
+def _norm_backward(eps, dtype, form, saved, cotangents):
+    h, inverse = saved
     dy, dh = cotangents
-    dx = kernels.pick(rows).norm_gradient(_flat(h), inverse, _flat(dh), _flat(dy)).reshape(dy.shape)
-    return dx, dx.astype(like.dtype)
+    return (kernels.pick(form).norm_gradient(_flat(h), inverse, _flat(dh), _flat(dy)).reshape(dy.shape),)
 
 
-_add_norm = jax.custom_vjp(_add_norm_value, nondiff_argnums=(0, 1, 2))
-_add_norm.defvjp(_add_norm_forward, _add_norm_backward)
+norm.defvjp(_norm_forward, _norm_backward)
 
 
 def rope_frequencies(model) -> np.ndarray:
@@ -174,32 +168,29 @@ def _rope_backward(saved, dy_BTHd):
 rope.defvjp(_rope_forward, _rope_backward)
 
 
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up (Shazeer 2020)."""
-    wide = statistics_dtype(gate)
-    return (jax.nn.silu(gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def mlp(h: jax.Array, w_GD: jax.Array, w_DF: jax.Array, form: str) -> jax.Array:
+    """The product with w_GD (gate above up, G = 2 F), swiglu of its halves, the product with w_DF: [..., D] -> same.
+
+    form: mosaic or xla, how the gate and the products beside it are computed.
+    """
+    return _mlp_forward(h, w_GD, w_DF, form)[0]
 
 
-@jax.custom_vjp
-def gated(gate_up: jax.Array) -> jax.Array:
-    """swiglu of the two halves of the last axis [..., 2 F] -> [..., F]; both gradients are written in one pass."""
-    return swiglu(*jnp.split(gate_up, 2, axis=-1))
+def _mlp_forward(h, w_GD, w_DF, form):
+    gate_up_TG, product_TF = gate.pick(form).products(_flat(h), w_GD.astype(h.dtype))
+    return plain_dense(product_TF, w_DF).reshape(h.shape), (h, w_GD, w_DF, gate_up_TG, product_TF)
 
 
-def _gated_forward(gate_up):
-    return gated(gate_up), gate_up
+def _mlp_backward(form, saved, dy):
+    h, w_GD, w_DF, gate_up_TG, product_TF = saved
+    _, dw_DF = _dense_backward((product_TF, w_DF), _flat(dy))  # the gradient of the product is within the next line
+    dgate_up_TG = gate.pick(form).gradient(_flat(dy), w_DF.astype(dy.dtype), gate_up_TG)
+    dh, dw_GD = _dense_backward((_flat(h), w_GD), dgate_up_TG)
+    return dh.reshape(h.shape), dw_GD, dw_DF
 
 
-def _gated_backward(gate_up, d):
-    wide = statistics_dtype(gate_up)
-    gate, up = (x.astype(wide) for x in jnp.split(gate_up, 2, axis=-1))
-    d, sigmoid = d.astype(wide), jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    parts = (d * up * (sigmoid + silu * (1 - sigmoid)), d * silu)
-    return (_once(jnp.concatenate([part.astype(gate_up.dtype) for part in parts], axis=-1)),)
-
-
-gated.defvjp(_gated_forward, _gated_backward)
+mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 # Causal attention.

@@ -96,7 +96,7 @@ def compiler_options() -> dict[str, Any] | None:
     """XLA options of the training step on the present device.
 
     On GPUs no product becomes a Triton kernel: XLA would tear what comes before it out of its fusion, to no gain
-    (20M, 32 rows on an H200: 13.8 ms with this, 14.2 without). And small products of one input stay apart: merged, their
+    (20M, 32 rows on an H200: 13.8 ms with this, 14.2 without). Small products of one input stay apart: merged, their
     results are copied out of the common one (13.5 ms merged, 13.4 apart).
     """
     import jax
@@ -114,6 +114,7 @@ def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
+    from llama_jax import gate
     from llama_jax.model import Numerics
 
     device, model = jax.devices()[0], config.model
@@ -141,6 +142,8 @@ def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"model.kernels = mosaic can't run here: {obstacle}; use auto or xla")
     if kernels == "auto":
         kernels = "xla" if obstacle or config.runtime.deterministic else "mosaic"
+    sizes = (config.model.width, config.model.ffn, config.model.context)
+    gate_form = "mosaic" if kernels == "mosaic" and gate.obstacle(*sizes) is None else "xla"
     numerics = Numerics(
         compute=jnp.dtype(compute),
         residual=jnp.dtype(residual),
@@ -149,6 +152,7 @@ def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
         # The step is vmapped over the workers of a device, whose chunks are in memory together.
         head_chunk_rows=max(1, model.head_chunk_rows * config.runtime.mesh_worker // config.decentralized.workers),
         kernels=kernels,
+        gate=gate_form,
         remat=model.remat,
         scan_layers=model.scan_layers,
     )
@@ -158,6 +162,7 @@ def resolve(config: Any) -> tuple[Any, dict[str, Any]]:
         "attention": attention,
         "head": head,
         "kernels": kernels,
+        "gate": gate_form,
     }
 
 

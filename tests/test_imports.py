@@ -19,7 +19,7 @@ LAYERS = [
     ["fields", "budget", "flops", "files", "faults"],
     ["config", "shards", "synthetic", "integrity", "tokenizer", "rows"],
     ["hf_config", "hf_files"],
-    ["kernels"],
+    ["kernels", "gate"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
     ["loss", "network", "optimizer", "runtime"],

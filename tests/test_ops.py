@@ -10,7 +10,7 @@ import numpy_llama
 import pytest
 from numpy_llama import quick_compilation  # noqa: F401
 
-from llama_jax import ops
+from llama_jax import gate, ops
 
 BF16 = 2.0**-8  # largest relative error of rounding to bfloat16
 
@@ -154,13 +154,6 @@ def test_rms_norm():
     np.testing.assert_allclose(large, 0.01 / np.sqrt(1e-4 + 1e-4), rtol=1e-6)
 
 
-def test_swiglu():
-    gate, up = draw(0, 4, 5, scale=3), draw(1, 4, 5)
-    expected = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64))) * up
-    np.testing.assert_allclose(ops.swiglu(gate, up), expected, rtol=1e-5, atol=1e-7)
-    assert ops.swiglu(jnp.asarray(gate, jnp.bfloat16), jnp.asarray(up, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
 def check_slope(function, *inputs):
     """Forward- and reverse-mode slope along random directions of one output sum in FP64, against a difference."""
     along = [draw(10 + i, *x.shape, dtype=np.float64) for i, x in enumerate(inputs)]
@@ -183,7 +176,7 @@ def test_slopes_of_small_operations_against_differences():
     with jax.enable_x64(True):
         x, scale = draw(0, 2, 3, 8, dtype=np.float64), draw(1, 8, dtype=np.float64)
         check_slope(lambda x, s: ops.rms_norm(x, s, 1e-5, jnp.float64), x, scale)
-        check_slope(ops.swiglu, x, 2 * x[::-1])
+        check_slope(gate.swiglu, x, 2 * x[::-1])
         tables = ops.rope_tables(numpy_llama.model(width=8, heads=1), np.arange(3), jnp.float64)
         check_slope(lambda x: ops.plain_rope(x, *tables), x[..., None, :])
 
@@ -197,20 +190,23 @@ def twins():
     def parts(x, w):
         return tuple(ops.plain_dense(x, part) for part in (w[:6], w[6:10], w[10:]))
 
-    def add_norm(x, delta):
-        return x + delta, ops.rms_norm(x + delta, jnp.ones(8), 1e-5, jnp.float64)
+    def plain_mlp(x, w, v):
+        return ops.plain_dense(gate.swiglu(*jnp.split(ops.plain_dense(x, w), 2, axis=-1)), v)
+
+    def norm(x):
+        return x, ops.rms_norm(x, jnp.ones(8), 1e-5, jnp.float64)
 
     return {
         "dense": (ops.dense, ops.plain_dense, (x, w)),
         "projections": (lambda x, w: ops.projections(x, w, (6, 4, 4)), parts, (x, w)),
         "rope": (lambda x: ops.rope(x, *tables), lambda x: ops.plain_rope(x, *tables), (x[..., None, :],)),
-        "gated": (ops.gated, lambda x: ops.swiglu(x[..., :4], x[..., 4:]), (2 * x,)),
-        "add_norm": (lambda x, d: ops.add_norm(x, d, 1e-5, jnp.float64, "xla"), add_norm, (x, 3 * x[::-1] * scale)),
+        "mlp": (lambda x, w, v: ops.mlp(x, w, v, "xla"), plain_mlp, (x, w, draw(3, 8, 7, dtype=np.float64))),
+        "norm": (lambda x: ops.norm(x, 1e-5, jnp.float64, "xla"), norm, (3 * x * scale,)),
     }
 
 
 @pytest.mark.parametrize("workers", [None, 3])
-@pytest.mark.parametrize("name", ["dense", "projections", "rope", "gated", "add_norm"])
+@pytest.mark.parametrize("name", ["dense", "projections", "rope", "mlp", "norm"])
 def test_own_gradients_against_autodiff_of_the_twin(name, workers):
     with jax.enable_x64(True):
         fast, plain, inputs = twins()[name]
@@ -227,18 +223,11 @@ def test_own_gradients_against_autodiff_of_the_twin(name, workers):
             np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_add_norm_of_nothing_added():
-    x = draw(0, 2, 3, 8)
-    y, h = ops.add_norm(x, None, 1e-5, jnp.float32, "xla")
-    np.testing.assert_array_equal(y, x)
-    np.testing.assert_allclose(h, ops.rms_norm(x, jnp.ones(8), 1e-5, jnp.float32), rtol=1e-6)
-
-
 def test_a_concatenated_gradient_is_computed_once():
     """Two products read it: without a barrier XLA repeats the concatenation in front of each on a GPU."""
 
     def gradient(x, w):
-        return jax.grad(lambda x, w: jnp.sum(ops.gated(ops.dense(x, w)) ** 2), (0, 1))(x, w)
+        return jax.grad(lambda x, w: jnp.sum(ops.mlp(x, w, w[:6].T, "xla") ** 2), (0, 1))(x, w)
 
     text = jax.jit(gradient).lower(draw(0, 4, 8), draw(1, 12, 8)).as_text()
     assert text.count("stablehlo.optimization_barrier") == 1

@@ -36,6 +36,7 @@ def test_auto_on_a_cpu():
         "attention": "xla",
         "head": "chunked",
         "kernels": "xla",
+        "gate": "xla",
     }
     assert (numerics.compute, numerics.residual) == (np.float32, np.float32)
     assert (numerics.attention, numerics.head) == ("xla", "chunked")
@@ -59,6 +60,7 @@ def test_what_is_asked_for_is_taken():
         "attention": "reference",
         "head": "plain",
         "kernels": "xla",
+        "gate": "xla",
     }
     assert (numerics.remat, numerics.scan_layers, numerics.head_chunk_rows) == (True, True, 7)
     assert runtime.resolve(tiny(model__compute_dtype="bfloat16"))[1]["residual_dtype"] == "bfloat16"
@@ -71,6 +73,7 @@ def test_deterministic_takes_the_plain_twins():
         "attention": "reference",
         "head": "plain",
         "kernels": "xla",
+        "gate": "xla",
     }
 
 
@@ -112,6 +115,7 @@ def test_auto_on_a_gpu_takes_cudnn_only_where_it_runs(monkeypatch):
         "attention": "cudnn",
         "head": "chunked",
         "kernels": "xla",  # the tiny widths have none
+        "gate": "xla",
     }
     assert runtime.resolve(tiny(model__compute_dtype="float32"))[1]["attention"] == "xla"
     assert runtime.resolve(tiny(model__attention="xla"))[1]["attention"] == "xla"
@@ -126,6 +130,9 @@ def test_mosaic_kernels_are_taken_on_hopper_alone(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda capability=capability: [gpu(capability)])
         numerics, resolved = runtime.resolve(tiny(**WIDE))
         assert numerics.kernels == resolved["kernels"] == expected
+        assert numerics.gate == resolved["gate"] == "xla"  # the tiny context
+        numerics, resolved = runtime.resolve(tiny(**WIDE, model__ffn=128, model__context=64, training__microbatch=4))
+        assert numerics.gate == resolved["gate"] == expected
     monkeypatch.setattr(jax, "devices", lambda: [gpu()])
     for other in ({"model__kernels": "xla"}, {"model__residual_dtype": "float32"}, {"model__compute_dtype": "float32"}):
         assert runtime.resolve(tiny(**WIDE, **other))[1]["kernels"] == "xla"

@@ -351,6 +351,7 @@ def test_what_auto_became_is_recipe(unbroken):
         "attention": "xla",
         "head": "chunked",
         "kernels": "xla",
+        "gate": "xla",
     }
 
     def other(config):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
 
-from llama_jax import arena, config, kernels, loss, model, runtime, step
+from llama_jax import arena, config, gate, kernels, loss, model, runtime, step
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
@@ -36,8 +36,8 @@ def test_fast_path_against_float32_reference(workers):
     settings = config.load(ROOT / "configs" / "c4_20m.py")
     fast, resolved = runtime.resolve(settings)
     expected = {"attention": "cudnn", "compute_dtype": "bfloat16", "head": "chunked"}
-    hopper = jax.devices()[0].compute_capability.startswith("9.")
-    assert resolved == {**expected, "residual_dtype": "bfloat16", "kernels": "mosaic" if hopper else "xla"}
+    form = "mosaic" if jax.devices()[0].compute_capability.startswith("9.") else "xla"
+    assert resolved == {**expected, "residual_dtype": "bfloat16", "kernels": form, "gate": form}
     layout = arena.make_layout(settings.model)
     rows = [arena.to_row(model.init(settings.model, seed), layout) for seed in range(workers)]
     params_NP = jnp.asarray(np.stack(rows))
@@ -58,7 +58,7 @@ def test_row_kernels_against_their_twins(width, workers):
     """Rows, and a number of tiles, that don't divide evenly among the blocks; twins in float32 on the same inputs."""
     shape = (*([workers] if workers else []), 8 * 1217)
     keys = jax.random.split(jax.random.key(width), 6)
-    x, delta, dy, dh = (jax.random.normal(key, (*shape, width), jnp.bfloat16) for key in keys[:4])
+    x, dy, dh = (jax.random.normal(key, (*shape, width), jnp.bfloat16) for key in keys[:3])
     over = jax.vmap if workers else lambda function: function
 
     def check(found, expected, bound):
@@ -67,11 +67,32 @@ def test_row_kernels_against_their_twins(width, workers):
             assert np.max(np.abs(ours - theirs)) <= bound * np.max(np.abs(theirs))
 
     eps, half = 1e-5, jnp.bfloat16
-    wide = over(lambda x, delta: kernels.plain_add_norm(x, delta, eps, half))(x, delta)
-    check(jax.jit(over(lambda x, delta: kernels.add_norm(x, delta, eps, half)))(x, delta), wide, 2**-8)
-    _, h, inverse = wide
+    h, inverse = over(lambda x: kernels.plain_norm(x, eps, half))(x)
+    check(jax.jit(over(lambda x: kernels.norm(x, eps, half)))(x), (h, inverse), 2**-8)
     exact = over(kernels.plain_norm_gradient)(*(array.astype(jnp.float32) for array in (h, inverse, dh, dy)))
     check(jax.jit(over(kernels.norm_gradient))(h, inverse, dh, dy), exact, 2**-8)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("workers", [None, 3])
+@pytest.mark.parametrize(("width", "ffn"), [(320, 896), (64, 128)])
+def test_gate_kernels_against_the_plain_form(width, ffn, workers, scale):
+    """A number of tiles that doesn't divide evenly among the blocks; scale 30: gates that are fully open and closed."""
+    more = (workers,) if workers else ()
+    keys = jax.random.split(jax.random.key(width), 4)
+    h, dy = (jax.random.normal(key, (*more, 64 * 97, width), jnp.bfloat16) for key in keys[:2])
+    w_GD = (scale * width**-0.5 * jax.random.normal(keys[2], (*more, 2 * ffn, width))).astype(jnp.bfloat16)
+    w_DF = (ffn**-0.5 * jax.random.normal(keys[3], (*more, width, ffn))).astype(jnp.bfloat16)
+    over = jax.vmap if workers else lambda function: function
+    gate_up, product = jax.jit(over(gate.products))(h, w_GD)
+    with jax.default_matmul_precision("highest"):
+        exact, exact_product = over(gate.plain_products)(h.astype(jnp.float32), w_GD.astype(jnp.float32))
+        exact_gradient = over(gate.plain_gradient)(*(x.astype(jnp.float32) for x in (dy, w_DF, gate_up)))
+    gradient = jax.jit(over(gate.gradient))(dy, w_DF, gate_up)
+    for found, expected in ((gate_up, exact), (product, exact_product), (gradient, exact_gradient)):
+        found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+        assert np.max(np.abs(found - expected)) <= 2**-7 * np.max(np.abs(expected))
+        assert np.linalg.norm(found - expected) <= 2**-8 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("case", ["ordinary", "large", "nearly equal", "one token dominates"])
