@@ -39,15 +39,15 @@ Feed = Callable[[int], steps.Batch]  # from the zero-based update to its batch o
 
 
 def rows(config: Any, tokens: str | Path | None = None, batches: int = BATCHES, seed: int = 1) -> np.ndarray:
-    """Sequences for full updates of all workers: [batches, sequences of an update, context + 1], uint16 or uint32.
+    """Sequences for full updates of all workers: [batches, sequences of an update, targets + 1], uint16 or uint32.
 
     tokens: None, English-like ids (probability of rank k proportional to 1 / (k + 2.7), ranks shuffled over the ids);
     a token cache, ids drawn with replacement from the unigram counts of its training split (of its first 134M tokens);
     a file of little-endian uint16 ids, these in order. rows(...).astype("<u2").tofile(name) makes such a file, for a
     measurement elsewhere on the same ids. Raises DataError.
     """
-    vocab, context = config.model.vocab_size, config.model.context
-    shape = (batches, config.derived.batch_sequences, context + 1)
+    vocab = config.model.vocab_size
+    shape = (batches, config.derived.batch_sequences, config.derived.sequence_targets + 1)
     dtype, count = np.dtype("<u2" if vocab <= 1 << 16 else "<u4"), math.prod(shape)
     if tokens is not None and not Path(tokens).exists():
         raise DataError(f"{tokens} is neither a token cache nor a file of uint16 ids")
@@ -102,7 +102,7 @@ class Stepper:
 
     def _compile(self, dtype: Any) -> None:
         config, hits = self.built.config, _cache_hits()
-        width = (config.derived.batch_sequences, config.model.context + 1)
+        width = (config.derived.batch_sequences, config.derived.sequence_targets + 1)
         batch = self.built.place(np.zeros(width, dtype))
         start = time.perf_counter()
         step: Any = self.built.step  # calls of the step use the program compiled here

@@ -41,7 +41,7 @@ from llama_jax.files import read_json, write_json_atomic
 
 # Raise when the same settings begin to give other rows.
 BUILDER_VERSION = 1
-ROWS, RECORD = "rows.parquet", rows.RECORD
+ROWS, RECORD = rows.FILE, rows.RECORD
 _WORK, _LOCK = "partial", "rows.lock"
 _OURS = {ROWS, RECORD, ROWS + ".tmp", RECORD + ".tmp", _WORK, _LOCK}
 _TOKENIZER_CHARACTERS = 200_000_000  # text that a tokenizer is trained on

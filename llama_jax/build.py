@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from llama_jax import arena, budget, model, network, optimizer, outer, runtime, topology
+from llama_jax import arena, budget, hf, model, network, optimizer, outer, runtime, topology
 from llama_jax import config as configs
 from llama_jax import step as steps
 from llama_jax import validation as validations
@@ -42,7 +42,7 @@ class Built(NamedTuple):
         gamma_T, links = None, network.make_links(config, self.schedule)
         if adaptive.mode == "lr_power":
             ends = itertools.accumulate(self.plan.sizes())
-            rates = [optimizer.learning_rate(config, end * config.model.context) for end in ends]
+            rates = [optimizer.learning_rate(config, end * self.plan.context) for end in ends]
             gamma_T = topology.gamma_table(rates, adaptive.start_frac, adaptive.p, adaptive.min_gamma)
 
         def of(update: int, held: Control | None) -> steps.Mixing:
@@ -53,12 +53,14 @@ class Built(NamedTuple):
         return of
 
     def initial_state(self) -> steps.State:
-        """The state before the first update."""
-        row_P = arena.to_row(model.init(self.config.model, self.config.seed), self.layout)
+        """The state before the first update: drawn by the seed, or the weights in model.init_from."""
+        config = self.config.model
+        params = hf.load_params(config.init_from, config) if config.init_from else model.init(config, self.config.seed)
+        row_P = arena.to_row(params, self.layout)
         return steps.init_state(row_P, self.config.decentralized.workers, self.mesh)
 
     def place(self, rows: np.ndarray) -> steps.Batch:
-        """The next sequences of the stream [n, T + 1] as one update's batch on the device."""
+        """The next sequences of the stream [n, S] as one update's batch on the device."""
         config = self.config
         batch = steps.make_batch(
             rows, config.decentralized.workers, config.derived.accumulation, config.training.microbatch

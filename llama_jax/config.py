@@ -18,6 +18,8 @@ from ml_collections import ConfigDict, config_dict
 from llama_jax import budget, flops
 from llama_jax.errors import ConfigError
 from llama_jax.fields import FIELDS, checked, find, from_text
+from llama_jax.fields import parse_arguments as parse_arguments
+from llama_jax.hf_config import shape_fields
 
 
 def default() -> ConfigDict:
@@ -70,32 +72,19 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Config
         raise ConfigError(f"config file {path}: get_config() must return a ConfigDict")
     for field, value in (overrides or {}).items():
         set_field(config, field, value)
+    if config.model.init_from:
+        _take_shape(config, overrides or {})
     return finalize(config)
 
 
-def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
-    """Splits command-line words into (config file, dotted overrides, the rest).
-
-    Takes --config=FILE and --config.FIELD=VALUE, with = or as two words. Raises ConfigError on a missing value.
-    """
-    file, overrides, rest = None, {}, []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        name = name.replace("--", "", 1) if name.startswith("--") else name.removeprefix("-")
-        if not word.startswith("-") or not (name == "config" or name.startswith("config.")):
-            rest.append(word)
-            continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"{word} needs a value: {word}=VALUE")
-            value = words.pop(0)
-        if name == "config":
-            file = value
-        else:
-            overrides[name.removeprefix("config.")] = value
-    return file, overrides, rest
+def _take_shape(config: ConfigDict, overrides: Mapping[str, Any]) -> None:
+    """Puts the shape that the folder model.init_from has into the config; ConfigError where an override differs."""
+    folder, name = config.model.init_from, "config.model."
+    for field, value in shape_fields(folder).items():
+        before = config.model[field]
+        set_field(config, f"model.{field}", value)
+        if f"model.{field}" in overrides and before != value:
+            raise ConfigError(f"--{name}{field} = {before}, but {folder} has {value}; leave it out: the folder decides")
 
 
 def set_field(config: ConfigDict, path: str, value: Any) -> None:
@@ -142,8 +131,8 @@ def make_plan(config: ConfigDict) -> budget.Plan:
     try:
         return budget.make_plan(
             flops.unique_params(config.model),
-            config.model.context,
-            training.batch_targets // config.model.context,
+            sequence_targets(config),
+            training.batch_targets // sequence_targets(config),
             training.sequence_multiple,
             training.epoch_targets_per_parameter,
             training.targets_per_parameter,
@@ -152,6 +141,11 @@ def make_plan(config: ConfigDict) -> budget.Plan:
         )
     except ValueError as error:
         raise ConfigError(f"training: {error}") from error
+
+
+def sequence_targets(config: ConfigDict) -> int:
+    """Prediction targets of a sequence: model.context; one less in rows, the last token of which has none."""
+    return config.model.context - (config.data.source == "rows")
 
 
 def to_dict(config: ConfigDict) -> dict[str, Any]:
@@ -199,6 +193,8 @@ def _derive(config: ConfigDict) -> dict[str, int]:
             + (f" ({', '.join(chosen)}); empty one with --config.{section}.{chosen[0]}=None" if chosen else ""),
         )
 
+    params = flops.unique_params(model)
+    require(params < 2**31 - 1024, "model", f"has {params} parameters, a row of the arenas holds fewer than 2^31")
     require(model.width % model.heads == 0, "model.heads", f"= {model.heads} must divide model.width = {model.width}")
     head = model.width // model.heads
     require(head % 2 == 0, "model.heads", f"= {model.heads} gives head size {head}, which must be even")
@@ -212,11 +208,12 @@ def _derive(config: ConfigDict) -> dict[str, int]:
     exactly_one("training", ["targets_per_parameter", "total_targets", "total_updates"])
     exactly_one("lr_schedule", ["warmup_steps", "warmup_fraction"])
 
-    row = model.context * workers
+    row = sequence_targets(config) * workers
     require(
         training.batch_targets % row == 0,
         "training.batch_targets",
-        f"= {training.batch_targets} must be a multiple of context x workers = {row}",
+        f"= {training.batch_targets} must be a multiple of "
+        f"{'(context - 1)' if config.data.source == 'rows' else 'context'} x workers = {row}",
     )
     local = training.batch_targets // row
     require(
@@ -281,14 +278,15 @@ def _derive(config: ConfigDict) -> dict[str, int]:
             "set lr_schedule.warmup_steps=None and lr_schedule.warmup_fraction",
         )
     return {
-        "unique_params": flops.unique_params(model),
+        "unique_params": params,
         "non_embedding_params": flops.non_embedding_params(model),
         "total_targets": plan.total_targets,
         "total_sequences": plan.total_sequences,
         "total_updates": plan.total_updates,
         "epochs": len(plan.boundaries),
-        "epoch_targets": plan.boundaries[0] * model.context,
-        "batch_sequences": training.batch_targets // model.context,
+        "epoch_targets": plan.boundaries[0] * plan.context,
+        "batch_sequences": plan.batch_sequences,
+        "sequence_targets": plan.context,
         "accumulation": local // training.microbatch,
         "head_size": head,
         "kv_heads": kv_heads,

@@ -3,7 +3,8 @@
 Sequence i covers tokens i*T to i*T+T of a stream (T inputs and the targets one further). Groups of shards are visited
 in file order, each with a permutation of its own; pass 2 over the data has new permutations. Grain loads whole groups,
 one ahead, in the background; the cursor is the number of sequences consumed, and resuming at it replays nothing.
-Letters: T context, n sequences, V vocabulary size.
+Rows of conversations keep the order of their file.
+Letters: T context, n sequences, S tokens of a sequence (T + 1; T in rows), V vocabulary size.
 """
 
 import functools
@@ -21,23 +22,26 @@ from ml_collections import ConfigDict
 
 from llama_jax import shards
 from llama_jax.errors import ConfigError, DataError
+from llama_jax.sft_source import RowsSource
 from llama_jax.synthetic import SyntheticSource
 
 LOADER_VERSION = 2
 
 
 class Source(Protocol):
-    """What the loader and evaluation read: CacheSource and SyntheticSource.
+    """What the loader and evaluation read: CacheSource, RowsSource and SyntheticSource.
 
-    groups: (first sequence, number of sequences) of each group, equal but for the last, which may be smaller;
-    bytes_per_token: UTF-8 bytes per validation token, where known; entropy: nats per target, where known;
-    manifest: of the token cache, where there is one.
+    targets: of a sequence, which has one token more; permuted: whether groups are visited in an order of their own;
+    groups: (first sequence, number of sequences) of each group, equal but for the last, which may be smaller; where
+    known, the manifest of the token cache, UTF-8 bytes per validation token, and the entropy in nats per target.
     """
 
     @property
     def manifest(self) -> shards.Manifest | None: ...
 
     context: int
+    targets: int
+    permuted: bool
     vocab_size: int
     dtype: np.dtype[Any]
     fingerprint: str
@@ -81,7 +85,8 @@ class CacheSource:
             )
         train, validation = manifest.splits["train"], manifest.splits["validation"]
         self.manifest = manifest
-        self.context = context
+        self.context = self.targets = context
+        self.permuted = True
         self.group_size = group_size
         self.vocab_size = manifest.vocab_size
         self.dtype = np.dtype(manifest.dtype)
@@ -132,17 +137,16 @@ class CacheSource:
         for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):  # neighbours are one read
             start, count = int(run[0]) * self.context, run.size * self.context + 1
             tokens = shards.read_tokens(self.manifest, "validation", start, count)
-            rows[done : done + run.size] = _rows(tokens, self.context)
+            rows[done : done + run.size] = _rows(tokens, self)
             done += run.size
         return rows
 
 
 def open_source(config: ConfigDict) -> Source:
-    """The source that a config names, with all checks that need no hashing.
+    """The source that a config names, with all checks that need no hashing; rows are hashed.
 
-    Raises ConfigError or DataError, saying what to do: no finished cache, files that do not fit the manifest, a
-    vocabulary larger than the model's, a context that does not divide the shards, not one training or validation
-    sequence.
+    Raises ConfigError or DataError, saying what to do: no finished cache, files that do not fit the manifest, ids that
+    the model lacks, a context that does not divide the shards or is no row, not one training or validation sequence.
     """
     data, model = config.data, config.model
     if data.source == "synthetic":
@@ -155,7 +159,9 @@ def open_source(config: ConfigDict) -> Source:
             data.synthetic_validation_sequences,
         )
     if not data.path:
-        raise ConfigError("data.path is empty; name a prepared token cache, or set data.source to synthetic")
+        raise ConfigError("data.path is empty; name a prepared token cache or rows, or set data.source to synthetic")
+    if data.source == "rows":
+        return RowsSource(data.path, model.context, model.vocab_size, data.validation_rows)
     source = CacheSource(shards.read_manifest(data.path), model.context, data.shuffle_group_size)
     if source.vocab_size > model.vocab_size:
         raise DataError(
@@ -195,7 +201,7 @@ class _Cursor(grain.DatasetIterator):
         return self.take(1)[0]
 
     def take(self, n: int) -> np.ndarray:
-        """The next n sequences in memory of their own, [n, T+1]; the cursor moves only when all of them are there."""
+        """The next n sequences in memory of their own, [n, S]; the cursor moves only when all of them are there."""
         parts, position, end = [], self._sequence, self._sequence + n
         while position < end:
             pass_index, group, rank = locate(self._source.groups, position)
@@ -248,9 +254,7 @@ class Loader:
     soon as a row of a damaged group is asked for.
     """
 
-    def __init__(
-        self, source: Source, seed: int, position: int = 0, prefetch_groups: int = 1, threads: int = 8
-    ) -> None:
+    def __init__(self, source: Source, seed: int, position: int = 0, prefetch_groups: int = 1, threads: int = 8):
         if prefetch_groups not in (0, 1):
             raise ConfigError(f"data.prefetch_groups = {prefetch_groups} must be 0 or 1")
         if threads < 1:
@@ -259,7 +263,7 @@ class Loader:
             raise DataError(f"can't start at sequence {position} of data with {source.sequences} sequences a pass")
         self._source = source
         self._seed = seed
-        self._permutation = functools.lru_cache(maxsize=2)(permutation)
+        self._order = functools.lru_cache(maxsize=2)(functools.partial(_order, source, seed))
         self._cursor = _Cursor(source, seed, prefetch_groups, threads)
         self._cursor.set_state({"sequence": position})
         self._cursor.start_prefetch()
@@ -298,7 +302,7 @@ class Loader:
         return self._cursor.waited_s
 
     def next(self, n: int) -> np.ndarray:
-        """The next n >= 1 sequences, [n, T+1] in the source's dtype: contiguous, and never written again."""
+        """The next n >= 1 sequences, [n, S] in the source's dtype: contiguous, and never written again."""
         if n < 1:
             raise ValueError(f"next({n}): at least one sequence must be asked for")
         return self._cursor.take(n)
@@ -310,8 +314,7 @@ class Loader:
     def locate(self, position: int) -> tuple[int, int, int]:
         """(pass, group, sequence) at a position of the stream; sequence counts from the start of the data."""
         pass_index, group, rank = locate(self._source.groups, position)
-        first, n = self._source.groups[group]
-        return pass_index, group, first + int(self._permutation(self._seed, pass_index, group, n)[rank])
+        return pass_index, group, self._source.groups[group][0] + int(self._order(pass_index, group)[rank])
 
     def close(self) -> None:
         """Ends the background thread. Idempotent."""
@@ -333,11 +336,15 @@ def _load(source: Source, seed: int, threads: int, loading: set[threading.Thread
     if threading.current_thread() is not threading.main_thread():
         loading.add(threading.current_thread())
     pass_index, group = divmod(int(index), len(source.groups))
+    rows = _rows(source.load_group(group, threads), source)[: source.groups[group][1]]
+    return _Group(int(index), _order(source, seed, pass_index, group), rows)
+
+
+def _order(source: Source, seed: int, pass_index: int, group: int) -> np.ndarray:
     n = source.groups[group][1]
-    rows = _rows(source.load_group(group, threads), source.context)[:n]
-    return _Group(int(index), permutation(seed, pass_index, group, n), rows)
+    return permutation(seed, pass_index, group, n) if source.permuted else np.arange(n)
 
 
-def _rows(tokens: np.ndarray, context: int) -> np.ndarray:
-    """View of all whole sequences of a piece of the stream, [(tokens - 1) // T, T+1]; neighbours share a token."""
-    return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[::context]
+def _rows(tokens: np.ndarray, source: Source) -> np.ndarray:
+    """View of all whole sequences of a piece of the stream, [n, S]; neighbours share a token, except in rows."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, source.targets + 1)[:: source.context]

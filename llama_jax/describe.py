@@ -20,9 +20,11 @@ def before(built: Built, source: Source, update: int, changes: Sequence[str]) ->
         f"{derived.total_targets:,} targets in {derived.total_updates:,} updates, {derived.epochs} virtual epochs",
         f"device {device.device_kind} x {built.mesh.size}, JAX {jax.__version__}: "
         + ", ".join(f"{key} {value}" for key, value in built.resolved.items()),
-        f"data {source.sequences:,} sequences of {source.context} targets, {passes:.2f} passes; "
+        f"data {source.sequences:,} sequences of {source.targets} targets, {passes:.2f} passes; "
         f"{source.validation_sequences:,} validation sequences",
     ]
+    if config.model.init_from:
+        lines.append(f"initial weights of {config.model.init_from}")
     if source.entropy is not None:
         lines.append(f"entropy of the language {source.entropy:.4f} nats per target: no model can do better")
     if config.decentralized.workers > 1:

@@ -63,6 +63,8 @@ def load_model(folder: str | Path, context: int | None = None) -> tuple[Any, jax
 
 def evaluate(config: Any, source: data.Source, row_P: jax.Array, split: str) -> dict[str, Any]:
     """Loss of a parameter row on the whole validation split or the fixed subset of a source."""
+    if not source.validation_sequences:
+        raise DataError(f"{config.data.path}: no rows are held out for validation (data.validation_rows)")
     numerics, resolved = runtime.resolve(config)
     evaluator = validations.make_evaluator(config, numerics, steps.make_mesh(1, config.runtime.mesh_data))
     indices = np.arange(source.validation_sequences)
@@ -140,7 +142,8 @@ def main(arguments: Sequence[str]) -> int:
         # On one device, whatever the run had.
         settings: dict[str, Any] = {"runtime.mesh_worker": 1, "runtime.mesh_data": 1}
         if options.data is not None:
-            settings |= {"data.source": "cache", "data.path": options.data}
+            kind = "rows" if config.data.source == "rows" else "cache"
+            settings |= {"data.source": kind, "data.path": options.data}
         if options.batch is not None:
             settings |= {"evaluation.batch_sequences": options.batch}
         config = configs.finalize(_with(config, settings | overrides))

@@ -1,7 +1,10 @@
 """Writes the model of a run as a Hugging Face folder with its tokenizer: the mean of the workers, or one, or each.
 
+Or, of a config, the weights that a run of it begins with.
+
 python -m llama_jax.export --run=runs/c4_20m_packed4 --out=FOLDER [--update=U] [--worker=I] [--dtype=bfloat16]
 python -m llama_jax.export --run=runs/c4_20m_packed4 --out=FOLDER --worker=all      # FOLDER/worker-0, ...
+python -m llama_jax.export --config=configs/sft_360m.py --out=FOLDER [--dtype=bfloat16] [--config.FIELD=VALUE ...]
 
 Reads a verified checkpoint, also while the run trains, and never changes the run folder. Works on the CPU.
 """
@@ -10,9 +13,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llama_jax import config as configs
-from llama_jax import data, hf, network, resume, run_folder, runtime
+from llama_jax import data, hf, model, network, resume, run_folder, runtime
 from llama_jax import validation as validations
 from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
 
@@ -44,7 +48,7 @@ def export(
         chosen = {out: int(worker)}
     _refuse_in_use(run, out)
     if cache is not None:
-        configs.set_field(config, "data.source", "cache")
+        configs.set_field(config, "data.source", "rows" if config.data.source == "rows" else "cache")
         configs.set_field(config, "data.path", cache)
     source = data.open_source(config)
     if source.fingerprint != stored["data"].get("tokens"):
@@ -59,10 +63,24 @@ def export(
     return list(chosen), found.update
 
 
+def export_initial(config: Any, out: str | Path, dtype: str = "float32") -> Path:
+    """The folder written with the weights that are drawn by the seed of a config. ConfigError, CheckpointError."""
+    if config.model.init_from:
+        raise ConfigError(f"the config begins with the weights of {config.model.init_from}, which are a folder already")
+    out = Path(out)
+    _refuse_used(out)
+    origin = {"config": config.name, "seed": config.seed}
+    return hf.export_model(out, model.init(config.model, config.seed), config.model, dtype=dtype, origin=origin)
+
+
 def _refuse_in_use(run: Path, out: Path) -> None:
     """ConfigError when `out` is part of the run, CheckpointError when there is something in it."""
     if out.resolve().is_relative_to(run.resolve()):
         raise ConfigError(f"--out={out} lies in {run}, which this command never changes; choose another folder")
+    _refuse_used(out)
+
+
+def _refuse_used(out: Path) -> None:
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
         raise CheckpointError(f"--out={out} exists and is not an empty folder; choose another one")
 
@@ -75,7 +93,9 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--run", required=True, help="run folder")
+    parser.add_argument("--run", help="run folder")
+    parser.add_argument("--config", metavar="FILE", help="instead of a run: a file of configs/")
+    parser.add_argument("--config.FIELD", metavar="VALUE", help="with --config: sets a field")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="new or empty folder")
     parser.add_argument("--update", type=int, help="checkpoint of the run; default the newest")
     which = parser.add_mutually_exclusive_group()
@@ -87,10 +107,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.set_defaults(worker="mean")
 
     def command() -> None:
-        options = parser.parse_args(arguments)
-        config = configs.default()
+        file, overrides, words = configs.parse_arguments(arguments)
+        options = parser.parse_args(words)
+        if (file is None) == (options.run is None) or (overrides and file is None):
+            parser.error("--run=RUN or --config=FILE is required, and not both")
+        config = configs.default() if file is None else configs.load(file, overrides)
         configs.set_field(config, "runtime.device", "cpu")  # beside a run that has the accelerator's memory
         runtime.prepare(config)
+        if file is not None:
+            if (options.update, options.worker, options.data) != (None, "mean", None):
+                parser.error("--update, --worker and --data belong to --run")
+            print(f"initial weights: {export_initial(config, options.out, options.dtype)}", flush=True)
+            return
         folders, update = export(options.run, options.out, options.update, options.worker, options.data, options.dtype)
         for folder in folders:
             print(f"update {update}: {folder}", flush=True)

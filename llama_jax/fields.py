@@ -5,6 +5,7 @@ A preset in `configs/` states only what differs from these defaults.
 
 import difflib
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import config_dict
@@ -36,7 +37,7 @@ FIELDS: dict[str, Field] = {
     "seed": Field(42, "[0, 4294967295]", "initialization and data order"),
     # Model: a Llama decoder.
     "model.vocab_size": Field(32000, "[2, 1048576]", "token ids"),
-    "model.context": Field(1024, "[2, 131072]", "prediction targets of a sequence"),
+    "model.context": Field(1024, "[2, 131072]", "tokens that the model reads of a sequence"),
     "model.layers": Field(8, "[1, 256]", "decoder blocks"),
     "model.width": Field(320, "[2, 65536]", "residual stream"),
     "model.heads": Field(5, "[1, 1024]", "query heads; the head size is width / heads, even"),
@@ -53,6 +54,12 @@ FIELDS: dict[str, Field] = {
     "model.rope_original_context": Field(8192, "[1, 1048576]", "llama3 scaling: original_max_position_embeddings"),
     "model.norm_eps": Field(1e-5, "(0, 1)", "RMSNorm epsilon"),
     "model.init_std": Field(0.02, "(0, 10]", "normal init; residual projections divide it by sqrt(2 layers)"),
+    "model.init_from": Field(
+        "",
+        None,
+        "Hugging Face Llama folder of the initial weights, whose config.json replaces the fields above but context",
+        execution=True,  # the folder may move; the hash of its weights belongs to the recipe
+    ),
     "model.attention": Field(
         "auto", ("auto", "cudnn", "xla", "reference"), "auto: cudnn on NVIDIA where it can run, else xla"
     ),
@@ -178,10 +185,17 @@ FIELDS: dict[str, Field] = {
         0.0, "[0, 1e18]", "simulated bytes a second that a worker receives; 0: no limit"
     ),
     # Data.
-    "data.source": Field("cache", ("cache", "synthetic"), "a prepared token cache, or the built-in Markov language"),
-    "data.path": Field("", None, "directory of the token cache", execution=True),
+    "data.source": Field(
+        "cache",
+        ("cache", "rows", "synthetic"),
+        "a prepared token cache, rows of conversations in their order, or the built-in Markov language",
+    ),
+    "data.path": Field("", None, "directory of the token cache; rows.parquet or its directory", execution=True),
     "data.shuffle_group_size": Field(2, "[1, 1024]", "shards shuffled together"),
     "data.prefetch_groups": Field(1, "[0, 1]", "groups loaded ahead in the background", execution=True),
+    "data.validation_rows": Field(
+        0, "[0, 1000000000]", "rows: the last so many are held out for validation; 0: no evaluation"
+    ),
     "data.synthetic_branching": Field(4, "[2, 1024]", "synthetic: successors of a token"),
     "data.synthetic_group_sequences": Field(4096, "[1, 1048576]", "synthetic: sequences of a group"),
     "data.synthetic_validation_sequences": Field(1024, "[1, 1048576]", "synthetic: validation sequences"),
@@ -272,3 +286,28 @@ def checked(path: str, field: Field, value: Any) -> Any:
     if not good:
         raise ConfigError(f"{path} = {value!r} is not {describe(field)}")
     return value
+
+
+def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:
+    """Splits command-line words into (config file, dotted overrides, the rest).
+
+    Takes --config=FILE and --config.FIELD=VALUE, with = or as two words. Raises ConfigError on a missing value.
+    """
+    file, overrides, rest = None, {}, []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("--", "", 1) if name.startswith("--") else name.removeprefix("-")
+        if not word.startswith("-") or not (name == "config" or name.startswith("config.")):
+            rest.append(word)
+            continue
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise ConfigError(f"{word} needs a value: {word}=VALUE")
+            value = words.pop(0)
+        if name == "config":
+            file = value
+        else:
+            overrides[name.removeprefix("config.")] = value
+    return file, overrides, rest

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from llama_jax import flops, ops, tokenizer
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, warn
 from llama_jax.faults import fault_point
 from llama_jax.files import (
     TMP_SUFFIX,
@@ -31,13 +31,13 @@ from llama_jax.files import (
 )
 from llama_jax.hf_config import from_hf_config, model_section, to_hf_config
 from llama_jax.hf_files import INDEX as INDEX
-from llama_jax.hf_files import WEIGHTS, read_config, read_header, weight_files
+from llama_jax.hf_files import WEIGHTS, read_config, read_header, weight_files, weights_sha256
 from llama_jax.hf_files import find_folder as find_folder
 
 FORMAT_VERSION = 1
 MARKER = "llama_jax_export.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(jnp.bfloat16)}
-_OURS = {WEIGHTS, MARKER, "config.json", "generation_config.json", "tokenizer_config.json", *tokenizer.FILES}
+_OURS = {WEIGHTS, MARKER, "config.json", "generation_config.json", *tokenizer.FILES, *tokenizer.SETTINGS}
 _OLD_SUFFIX = ".old"
 _STORED = ("F32", "BF16", "F16")  # dtypes that float32 holds exactly
 
@@ -51,16 +51,18 @@ def export_model(
     model: Any,
     tokenizer_file: PathLike | None = None,
     bos_id: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | list[int] | None = None,
     dtype: str = "float32",
     origin: Mapping[str, Any] | None = None,
+    inherit: PathLike | None = None,
 ) -> Path:
     """Writes `params` {name: float32 array} of the config section `model` as a Hugging Face Llama folder.
 
     One row of an arena becomes `params` through `arena.from_row`. float32 is stored bit for bit, "bfloat16" rounds; a
-    tied head isn't stored. `origin` (JSON) says in the marker where the weights come from. The folder is built as
-    `directory`.tmp, synced and renamed, so that `directory` is always a whole export, the old or the new one. A killed
-    replacement may leave the old one as `directory`.old, which the next export removes or puts back.
+    tied head isn't stored. `origin` (JSON) says in the marker where the weights come from. `inherit` names the Hugging
+    Face folder that they began with: its tokenizer and ids are copied. The folder is built as `directory`.tmp, synced
+    and renamed, so that `directory` is always a whole export, the old or the new one. A killed replacement may leave
+    the old one as `directory`.old, which the next export removes or puts back.
 
     Raises ValueError for parameters that aren't exactly the model's; ConfigError for a tokenizer or an id that doesn't
     fit; CheckpointError when the target is not an export of ours, a number is not finite or the disk is full.
@@ -76,10 +78,15 @@ def export_model(
             raise CheckpointError(f"export to {target}: {name} has numbers that are not finite")
     if dtype not in DTYPES:
         raise ConfigError(f"export: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    for key, token in (("bos_id", bos_id), ("eos_id", eos_id)):
-        if token is not None and not 0 <= token < model.vocab_size:
-            raise ConfigError(f"export: {key} = {token} is outside the vocabulary of {model.vocab_size}")
-    copies = tokenizer.export_files(tokenizer_file, bos_id, eos_id, model.context)
+    if inherit is not None:
+        bos_id, eos_id = (read_config(inherit).get(f"{name}_token_id") for name in ("bos", "eos"))
+        copies = tokenizer.files_of(inherit)
+    else:
+        copies = tokenizer.export_files(tokenizer_file, bos_id, eos_id, model.context)
+    for key, ids in (("bos_id", bos_id), ("eos_id", eos_id)):
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if type(token) is not int or not 0 <= token < model.vocab_size:
+                raise ConfigError(f"export: {key} = {token!r} is outside the vocabulary of {model.vocab_size}")
     tensors = {name: np.ascontiguousarray(params[name], DTYPES[dtype]) for name in shapes}
     temporary = target.with_name(target.name + TMP_SUFFIX)
     _clear(target)
@@ -202,6 +209,25 @@ def load_folder(directory: PathLike) -> tuple[dict[str, Any], dict[str, np.ndarr
         if not agrees:
             raise CheckpointError(f"{directory}: {name} contradicts config.json")
     return section, {name: params[name] for name in shapes}
+
+
+def load_params(directory: PathLike, model: Any) -> dict[str, np.ndarray]:
+    """The weights of model.init_from for the config section `model`, which must have its shape. Raises as load_folder.
+
+    A context above that of the folder is warned about: rotary positions are computed for it, but were never trained.
+    """
+    section, params = load_folder(find_folder(directory))
+    for field, value in section.items():
+        if field != "context" and value != model[field]:
+            raise ConfigError(f"model.{field} = {model[field]}, but {directory} has {value}; the folder decides")
+    if model.context > section["context"]:
+        warn(f"model.context = {model.context}: {directory} was made for {section['context']} positions")
+    return params
+
+
+def identity(directory: PathLike) -> dict[str, str]:
+    """What identifies the weights of model.init_from among the choices of a run; nothing where it is empty."""
+    return {"init": weights_sha256(find_folder(directory))} if directory else {}
 
 
 def _read_weights(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, np.ndarray]]:

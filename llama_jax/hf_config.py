@@ -6,9 +6,10 @@ from typing import Any
 
 from ml_collections import FrozenConfigDict
 
-from llama_jax import config as configs
 from llama_jax.errors import ConfigError
 from llama_jax.fields import FIELDS, checked
+from llama_jax.files import PathLike
+from llama_jax.hf_files import find_folder, read_config
 
 # config.json field: ours, and what transformers' LlamaConfig takes where the file is silent (None: it has to say).
 _FIELDS: dict[str, tuple[str, Any]] = {
@@ -31,7 +32,9 @@ _ROPE = {
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def to_hf_config(model: Any, bos_id: int | None, eos_id: int | None, dtype: str = "float32") -> dict[str, Any]:
+def to_hf_config(
+    model: Any, bos_id: int | None, eos_id: int | list[int] | None, dtype: str = "float32"
+) -> dict[str, Any]:
     """config.json of a model section; rotary settings and dtype stand under the names of transformers 4 and 5."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling == "llama3":
@@ -119,6 +122,22 @@ def _checked(path: str | os.PathLike[str], key: str, ours: str, value: Any) -> A
 
 def model_section(section: Mapping[str, Any]) -> FrozenConfigDict:
     """The `model` config section, hashable, with the given fields and the defaults of the others."""
-    model = configs.default().model
-    model.update(section)
-    return FrozenConfigDict(model)
+    return FrozenConfigDict({**_defaults(), **section})
+
+
+def shape_fields(folder: PathLike) -> dict[str, Any]:
+    """Fields of `model` that the Hugging Face folder (or run with exports/final) of model.init_from decides.
+
+    All that config.json says but the context, which a run may choose. ConfigError, or CheckpointError for damaged JSON.
+    """
+    try:
+        found = find_folder(folder)
+    except ConfigError as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+    section = from_hf_config(read_config(found), found / "config.json")
+    del section["context"]
+    return {name: value for name, value in _defaults().items() if name in _ROPE.values()} | section
+
+
+def _defaults() -> dict[str, Any]:
+    return {path.removeprefix("model."): field.default for path, field in FIELDS.items() if path.startswith("model.")}

@@ -4,6 +4,7 @@ A safetensors file is 8 bytes that say how long its header is (little endian), t
 shape and place of every tensor), and the tensors without gaps, row by row (format: the safetensors README).
 """
 
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.files import PathLike, read_json
+from llama_jax.files import PathLike, read_json, sha256_of_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -88,6 +89,22 @@ def weight_files(directory: Path, index: Path | None = None) -> dict[Path, set[s
     for name, file in pairs.items():
         files.setdefault(_inside(directory, file, index), set()).add(name)
     return files
+
+
+def weights_sha256(directory: Path) -> str:
+    """Hex SHA-256 of the weights of a folder: of model.safetensors, as the hub shows it, or of its shards.
+
+    Of shards: of the lines "sha256  name\\n" by name, as sha256sum prints them. CheckpointError.
+    """
+    files = sorted(weight_files(directory))
+    try:
+        hashes = [sha256_of_file(path) for path in files]
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None
+    if [path.name for path in files] == [WEIGHTS]:
+        return hashes[0]
+    lines = [f"{digest}  {path.name}\n" for digest, path in zip(hashes, files, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _inside(directory: Path, name: str, index: Path) -> Path:

@@ -41,9 +41,9 @@ def update_line(
     ledger: Callable[[int], dict[str, float]],
 ) -> dict[str, Any]:
     """The metrics line of an update whose metrics have come to the host as `found`."""
-    plan, context, end = built.plan, built.config.model.context, sent.update.position + sent.update.size
+    plan, end = built.plan, sent.update.position + sent.update.size
     epoch = plan.epoch(sent.update.position) + 1
-    line = train_line(sent.number, epoch, end * context, sent.lr_N, found, rates, sent.mixing.links)
+    line = train_line(sent.number, epoch, end * plan.context, sent.lr_N, found, rates, sent.mixing.links)
     if built.config.decentralized.workers > 1:
         line |= packed_fields(found, sent.mixing, sent.lr_N) | ledger(sent.number)
     if sent.distances is not None:
@@ -187,8 +187,11 @@ def result(
     passes: int,
     wall_s: float,
 ) -> dict[str, Any]:
-    """result.json: `final` holds the last evaluations (lines by split) and rates, `best` the best subset evaluation."""
-    device, full = jax.devices()[0], final.get("validation")
+    """result.json: `final` holds the last evaluations (lines by split) and rates, `best` the best subset evaluation.
+
+    Without validation sequences the losses are None.
+    """
+    device, full, subset = jax.devices()[0], final.get("validation"), final.get("subset")
     stats = device.memory_stats() or {}
     return {
         "unique_params": config.derived.unique_params,
@@ -197,8 +200,8 @@ def result(
         "updates": update,
         "validation_loss": full and full["loss"],
         "bits_per_byte": full and full["bits_per_byte"],
-        "subset_loss": final["subset"]["loss"],
-        **({"local_loss": final["subset"]["local_loss"]} if "local_loss" in final["subset"] else {}),
+        "subset_loss": subset and subset["loss"],
+        **({"local_loss": subset["local_loss"]} if subset and "local_loss" in subset else {}),
         "entropy": source.entropy,
         "best": best,
         "passes": passes,

@@ -14,7 +14,7 @@ from llama_jax import arena, checkpoint, control, data, describe, hf, metrics, n
 from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, warn
 from llama_jax.files import read_json
 
 
@@ -108,13 +108,17 @@ def export_row(
     worker: int | None = None,
     dtype: str = "float32",
 ) -> None:
-    """One parameter row [P] in ordinary format, with the tokenizer of its data; worker None: the mean of the workers.
+    """One parameter row [P] in ordinary format, with the tokenizer of its data or of model.init_from.
+
+    worker None: the mean of the workers.
 
     position: sequences of the stream that all workers together have seen. Raises as hf.export_model.
     """
     params = arena.from_row(np.asarray(row_P), arena.make_layout(config.model))
-    origin = {"run": config.name, "update": update, "targets": position * config.model.context}
-    tokenizer = source.manifest.tokenizer if source.manifest else {}
+    origin = {"run": config.name, "update": update, "targets": position * config.derived.sequence_targets}
+    tokenizer, began = source.manifest.tokenizer if source.manifest else {}, config.model.init_from
+    if began and not Path(began).is_dir():
+        warn(f"{directory} has no tokenizer: the folder {began} that the weights began with is gone")
     hf.export_model(
         directory,
         params,
@@ -124,6 +128,7 @@ def export_row(
         tokenizer.get("eos_id"),
         dtype,
         origin if worker is None else {**origin, "worker": worker},
+        hf.find_folder(began) if began and not tokenizer and Path(began).is_dir() else None,
     )
 
 

@@ -21,6 +21,7 @@ from llama_jax.files import TMP_SUFFIX, publish
 FORMAT = "llama_jax.rows.v1"
 ROW_LENGTH = 8192
 COLUMN = "input_ids"
+FILE = "rows.parquet"
 RECORD = "rows.json"  # beside a rows file: what the rows were made of, and their hash
 BLOCK_ROWS = 128  # rows that are written, read and hashed at a time: one row group, one global batch of the protocol
 

@@ -1,6 +1,6 @@
 """The one training step: gradients of N workers, clip, mixing, AdamW, and the guard against non-finite updates.
 
-Letters: N workers, A microbatches of an update, B sequences of a microbatch, S = context + 1, P arena row length.
+Letters: N workers, A microbatches of an update, B sequences of a microbatch, S tokens of a sequence, P row length.
 The whole step is one shard_map over a mesh (worker, data); every collective of an update stands in this file.
 """
 
@@ -136,9 +136,9 @@ def make_step(config: Any, numerics: model.Numerics, mesh: Mesh) -> Step:
         before, links = state, mixing.links
         present_N = None if links is None else links.active_N
         state = state if links is None else network.rejoin(config, state, links)
-        context = batch.tokens.shape[-1] - 1
+        targets = batch.tokens.shape[-1] - 1
         losses_N, grads_NP = jax.lax.psum(gradients(state.params_NP, batch), "data")
-        targets_N = jax.lax.psum(jnp.sum(batch.rows.astype(jnp.int32), axis=(1, 2)) * context, "data")
+        targets_N = jax.lax.psum(jnp.sum(batch.rows.astype(jnp.int32), axis=(1, 2)) * targets, "data")
         count_N = jnp.maximum(targets_N, 1).astype(grads_NP.dtype)
         norm_N = jnp.sqrt(jnp.sum(grads_NP * grads_NP, axis=1)) / count_N
         clip_N = jnp.minimum(1.0, clip_norm / (norm_N + 1e-6)) if clip_norm else jnp.ones_like(norm_N)

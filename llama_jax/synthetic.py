@@ -58,7 +58,8 @@ class SyntheticSource:
                 f"and at most {_DRAWS >> _HALVINGS}"
             )
         self.vocab_size = vocab_size
-        self.context = context
+        self.context = self.targets = context
+        self.permuted = True
         self.group_size = group_sequences
         self.groups = [(g * group_sequences, group_sequences) for g in range(groups)]
         self.sequences = groups * group_sequences

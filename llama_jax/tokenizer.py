@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from llama_jax.errors import CheckpointError, ConfigError
 
 FILES = ("tokenizer.json", "tokenizer.model")
+# What else says in a Hugging Face folder how its tokenizer is used.
+SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 class Tokenizer(NamedTuple):
@@ -54,7 +56,7 @@ def _import(package: str) -> Any:
 
 
 def export_files(
-    source: str | os.PathLike[str] | None, bos_id: int | None, eos_id: int | None, context: int
+    source: str | os.PathLike[str] | None, bos_id: int | None, eos_id: int | list[int] | None, context: int
 ) -> dict[str, bytes]:
     """Files of an export by name: the tokenizer's own, unchanged, and tokenizer_config.json. Empty without a `source`.
 
@@ -80,6 +82,18 @@ def export_files(
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"export: {path} is not a Hugging Face tokenizer.json") from None
         for key, token in (("bos_token", bos_id), ("eos_token", eos_id)):
-            if token in pieces:
+            if isinstance(token, int) and token in pieces:
                 settings[key] = pieces[token]
     return {name: data, "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+def files_of(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of the tokenizer of a Hugging Face folder by name, chat template included, for an export of its model.
+
+    Raises CheckpointError.
+    """
+    paths = [Path(directory) / name for name in FILES + SETTINGS]
+    try:
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from None

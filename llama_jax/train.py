@@ -18,6 +18,7 @@ from llama_jax import (
     data,
     describe,
     flops,
+    hf,
     integrity,
     metrics,
     network,
@@ -28,7 +29,7 @@ from llama_jax import (
 )
 from llama_jax import validation as validations
 from llama_jax.build import Built, build
-from llama_jax.errors import CheckpointError, DeviceError, Error, NonFiniteError
+from llama_jax.errors import CheckpointError, DataError, DeviceError, Error, NonFiniteError
 from llama_jax.faults import fault_point
 from llama_jax.files import write_json_atomic
 from llama_jax.trackers import check_trackers, open_trackers
@@ -49,7 +50,13 @@ def run(config: Any, workdir: str | Path, stop: Stop = lambda: None) -> dict[str
     check_trackers(config.log.tensorboard, config.log.wandb)
     source = data.open_source(config)
     built = build(config)
-    folder = run_folder.open_run(workdir, configs.to_dict(config), built.resolved, {"tokens": source.fingerprint})
+    if not source.permuted and built.plan.total_sequences > source.sequences:
+        raise DataError(
+            f"{config.data.path}: {source.sequences:,} rows to train on, each used once; the budget is "
+            f"{built.plan.total_sequences:,}: lower it (or data.validation_rows), or build more rows"
+        )
+    recipe = built.resolved | hf.identity(config.model.init_from)
+    folder = run_folder.open_run(workdir, configs.to_dict(config), recipe, {"tokens": source.fingerprint})
     try:
         if folder.finished:
             return resume.finished(folder)
@@ -72,14 +79,14 @@ class _Loop:
 
     def __init__(self, built: Built, source: data.Source, folder: run_folder.RunFolder, stop: Stop):
         self.built, self.config, self.source, self.folder, self.stop = built, built.config, source, folder, stop
-        self.plan, self.context = built.plan, built.config.model.context
+        self.plan = built.plan
         self.saved = resume.open_checkpoints(folder.checkpoints, built.layout)
         self.at, self.state, self.met, self.held, self.loader = resume.restore(self.saved, built, source)
         config = built.config
         peak = flops.peak_flops(jax.devices()[0].device_kind)
         self.meter = metrics.Meter(
             built.plan.total_targets,
-            self.at.position * self.context,
+            self._targets(self.at.position),
             self.at.wall_s,
             flops.flops_per_target(config.model),
             peak * built.mesh.size if peak else None,
@@ -180,22 +187,22 @@ class _Loop:
             tracker.write(written)
 
     def _evaluate_epoch(self) -> None:
-        """What is due at the end of a virtual epoch: subset, at the very end the whole split, interval checkpoint."""
+        """What is due at the end of a virtual epoch: subset, at the very end the whole split, interval checkpoint.
+
+        Without validation sequences there is nothing to evaluate.
+        """
         evaluation, last = self.config.evaluation, self.at.position == self.plan.total_sequences
         self._read()  # before the pause, or the time of this update would not count
         with self.meter.pause():
-            subset = validations.subset_indices(
-                self.source.validation_sequences, evaluation.subset_sequences, evaluation.subset_seed
-            )
-            line = self._evaluate("subset", subset)
-            if self.config.decentralized.workers > 1:
-                line["local_loss"] = self._evaluate_workers(subset)
-            final = {"subset": line}
-            lines = [line]
-            if last and evaluation.full_at_end:
-                final["validation"] = self._evaluate("validation", np.arange(self.source.validation_sequences))
-                lines.append(final["validation"])
-            for line in lines:  # only when all are there, so that a stop in between repeats them all
+            sequences, final = self.source.validation_sequences, {}
+            if sequences:
+                subset = validations.subset_indices(sequences, evaluation.subset_sequences, evaluation.subset_seed)
+                final["subset"] = self._evaluate("subset", subset)
+                if self.config.decentralized.workers > 1:
+                    final["subset"]["local_loss"] = self._evaluate_workers(subset)
+                if last and evaluation.full_at_end:
+                    final["validation"] = self._evaluate("validation", np.arange(sequences))
+            for line in final.values():  # only when all are there, so that a stop in between repeats them all
                 self._write(line)
                 self.progress.note(records.eval_text(line))
             self.log.flush()
@@ -203,7 +210,7 @@ class _Loop:
             if last:
                 self.at.final = {**final, **self.meter.rates()}
             kept = self._interval_due() or (last and self.config.training.checkpoint_policy != "none")
-            reached = final["subset"]["loss"]
+            reached = final["subset"]["loss"] if final else None
             if reached is not None and (self.at.best is None or reached < self.at.best["loss"]):
                 self.at.best = {
                     **{key: final["subset"][key] for key in ("update", "targets", "loss", "bits_per_byte")},
@@ -320,4 +327,4 @@ class _Loop:
         resume.export(self.folder.exports / name, self.built, self.source, self.state.params_NP, self.at)
 
     def _targets(self, position: int) -> int:
-        return position * self.context
+        return position * self.plan.context

@@ -1,6 +1,6 @@
 """Validation loss of ordinary parameters: token-weighted sums in FP64, whatever the batch size.
 
-Letters: N workers, P arena row length, B sequences of a forward pass, S = context + 1 tokens.
+Letters: N workers, P arena row length, B sequences of a forward pass, S tokens of a sequence.
 """
 
 import math

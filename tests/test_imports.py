@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     ["errors"],
     ["fields", "budget", "flops", "files", "faults"],
+    ["hf_files"],
+    ["hf_config"],
     ["config", "shards", "synthetic", "integrity", "tokenizer", "rows"],
-    ["hf_config", "hf_files"],
+    ["sft_source"],
     ["kernels", "gate"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
