@@ -95,7 +95,13 @@ class KeptBuilds:
 
     def __call__(self, config):
         built, runtime = builds.build(config), config.runtime
-        program = [dict(config.model), runtime.deterministic, runtime.jit, runtime.mesh_worker, runtime.mesh_data]
+        program = [
+            {**config.model, "init_from": ""},
+            runtime.deterministic,
+            runtime.jit,
+            runtime.mesh_worker,
+            runtime.mesh_data,
+        ]
         program.append(jax.config.read("jax_disable_most_optimizations"))  # modules of tests differ in it
         packed = configs.to_dict(config)["decentralized"]
         adaptive = packed["adaptive"]

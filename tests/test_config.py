@@ -373,7 +373,8 @@ def test_diff_sees_missing_fields_and_types_but_not_derived_numbers():
 
 # What a restart may change: everything else would change the model that is trained, or its rounding.
 EXECUTION = """
-name model.init_from data.path data.prefetch_groups training.checkpoint_policy training.interval_epochs training.recovery_minutes
+name model.init_from data.path data.prefetch_groups
+training.checkpoint_policy training.interval_epochs training.recovery_minutes
 evaluation.batch_sequences evaluation.full_at_end log.every_updates log.consensus_every log.tensorboard log.wandb
 runtime.device runtime.host_threads runtime.mesh_worker runtime.mesh_data runtime.compile_cache runtime.memory_fraction
 """
