@@ -161,7 +161,7 @@ def open_source(config: ConfigDict) -> Source:
     if not data.path:
         raise ConfigError("data.path is empty; name a prepared token cache or rows, or set data.source to synthetic")
     if data.source == "rows":
-        return RowsSource(data.path, model.context, model.vocab_size, data.validation_rows)
+        return RowsSource(data.path, model.context, model.vocab_size, data.validation_rows, model.init_from)
     source = CacheSource(shards.read_manifest(data.path), model.context, data.shuffle_group_size)
     if source.vocab_size > model.vocab_size:
         raise DataError(

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_jax import rows
-from llama_jax.errors import DataError
-from llama_jax.files import read_json
+from llama_jax.errors import DataError, warn
+from llama_jax.files import read_json, sha256_of_file
+from llama_jax.hf_files import find_folder
 
 
 class RowsSource:
@@ -21,10 +22,11 @@ class RowsSource:
 
     The last `validation` rows are held out. All ids are read once, checked and hashed: `fingerprint` is the rows_sha256
     of the whole file. Raises DataError for another row length, ids outside the vocabulary, a hash or a number of rows
-    that is not that of the rows.json beside it, and a file that has no rows to train on.
+    that is not that of the rows.json beside it, and a file that has no rows to train on. Warns when rows.json names
+    another tokenizer than the one in `model`, a Hugging Face folder.
     """
 
-    def __init__(self, path: str | Path, context: int, vocab_size: int, validation: int = 0) -> None:
+    def __init__(self, path: str | Path, context: int, vocab_size: int, validation: int = 0, model: str = "") -> None:
         path = Path(path)
         path = path / rows.FILE if path.is_dir() else path
         self._file, self._lock = rows.RowsFile(path), threading.Lock()
@@ -49,7 +51,7 @@ class RowsSource:
         self.bytes_per_token: float | None = None
         self.entropy: float | None = None
         self.fingerprint = rows.rows_sha256(self._checked(), self._file.rows, context)
-        self._check_record(path.with_name(rows.RECORD))
+        self._check_record(path.with_name(rows.RECORD), model)
 
     def load_group(self, group: int, threads: int = 1) -> np.ndarray:
         """Tokens of one group, [n * T]. Raises DataError naming the file."""
@@ -80,17 +82,20 @@ class RowsSource:
             first += len(block)
             yield block
 
-    def _check_record(self, record: Path) -> None:
-        """DataError where a rows.json beside the file speaks of other rows."""
+    def _check_record(self, record: Path, model: str) -> None:
+        """DataError where a rows.json beside the file speaks of other rows, a warning of another tokenizer."""
         try:
-            said = read_json(record)
-            said = said["rows"], said["rows_sha256"]
+            content = read_json(record)
+            said, tokenizer = (content["rows"], content["rows_sha256"]), content.get("tokenizer", {}).get("sha256")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{record}: damaged; build the rows again") from None
         if said != (self._file.rows, self.fingerprint):
             raise DataError(
                 f"{self._file.path}: {self._file.rows} rows with rows_sha256 {self.fingerprint}, {record.name} says "
                 f"{said[0]} with {said[1]}; build the rows again"
             )
+        own = find_folder(model) / "tokenizer.json" if model else None
+        if own and tokenizer and own.is_file() and sha256_of_file(own) != tokenizer:
+            warn(f"{record}: the rows were made with another tokenizer than {own}: their ids mean something else")

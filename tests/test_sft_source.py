@@ -105,6 +105,21 @@ def test_a_record_beside_the_file_must_agree(folder, ids):
             data.open_source(fields(folder))
 
 
+def test_another_tokenizer_is_warned_about(folder, ids, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "tokenizer.json").write_bytes(b"theirs")
+    record = {"rows": COUNT, "rows_sha256": by_hand(ids).hexdigest()}
+    for made_with, warned in ((b"theirs", False), (b"other", True), (None, False)):
+        said = {"tokenizer": {"sha256": hashlib.sha256(made_with).hexdigest()}} if made_with else {}
+        (folder / "rows.json").write_text(json.dumps(record | said))
+        data.open_source(fields(folder, model__init_from=str(model)))
+        assert ("another tokenizer" in capsys.readouterr().err) == warned
+        data.open_source(fields(folder))
+        assert capsys.readouterr().err == ""
+
+
 def test_what_is_refused(folder, ids, tmp_path):
     for changes, message in (
         ({"model__context": 16, "training__batch_targets": 60}, "rows of 8 tokens, model.context is 16"),
