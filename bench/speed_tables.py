@@ -1,4 +1,4 @@
-"""README tables of the speed benchmarks, from their records: peer, packed rows, ladder, packed, scaling, golden."""
+"""README tables of the speed benchmarks, from their records."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -179,11 +179,23 @@ def golden(record: Record) -> str:
     )
 
 
+def startup(record: Record) -> str:
+    """Seconds until the first update, and evaluation beside the forward pass of training."""
+    measured = record["measured"]
+    found = measured["evaluation"]
+    row = [number(measured[name].get("first_update_s"), ".1f", unit=" s") for name in ("empty cache", "warm cache")]
+    row += [number(found.get(f"{name}_ms"), unit=" ms") for name in ("update", "forward", "evaluation")]
+    row.append("-" if "error" in found else number(found["forward_ms"] / found["evaluation_ms"]))
+    columns = ["first update, empty cache", "warm cache", "update", "its forward pass", "evaluation", "evaluation is"]
+    return f"{head(record)}\n\n" + markdown(["", *columns], [["", *row]])
+
+
 SPEED = {
     "peer": Table("peer_h200.json", "cases", peer),
     "packed_rows": Table("peer_h200.json", "packed", packed_rows),
     "ladder": Table("peer_h200.json", "ladder", ladder),
     "packed": Table("packed_h200.json", "cases", packed),
     "scaling": Table("scaling_h200.json", "lines", scaling),
+    "startup": Table("startup_h200.json", "measured", startup),
     "golden": Table("golden_h200.json", "comparison", golden),
 }
