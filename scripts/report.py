@@ -30,21 +30,13 @@ def page(runs: Sequence[Run], drawings: Sequence[Drawing], folder: str) -> str:
     """The whole page as text; `folder` is the name of the folder with the figure files. Everything read is escaped."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{text(title)}: llama_jax report</title>",
-        f"<style>\n{CSS.read_text(encoding='utf-8')}</style></head><body>",
+        *head(f"{title}: llama_jax report"),
         f"<header><h1>{text(title)}</h1>{_subtitle(runs)}{_notes(runs)}</header>",
     ]
     if len(runs) == 1:
         parts.append(_tiles(runs[0]))
     if drawings:
-        figures = "".join(
-            f"<figure><h3>{text(d.title)}</h3>{d.inline}<figcaption>{text(d.caption)}</figcaption></figure>"
-            for d in drawings
-        )
-        parts.append(f'<section><h2>Curves</h2><div class="figures">{figures}</div>')
+        parts.append(f"<section><h2>Curves</h2>{figures(drawings)}")
         parts.append(f"<p>Each figure is also a file, as SVG and PNG, in <code>{text(folder)}</code>.</p></section>")
     else:
         parts.append("<section><h2>Curves</h2><p>No update has been logged yet.</p></section>")
@@ -53,6 +45,26 @@ def page(runs: Sequence[Run], drawings: Sequence[Drawing], folder: str) -> str:
     parts.append(_environment(runs))
     parts.append("</body></html>\n")
     return "\n".join(parts)
+
+
+def head(title: str) -> list[str]:
+    """The beginning of a page, up to its open body."""
+    return [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{text(title)}</title>",
+        f"<style>\n{CSS.read_text(encoding='utf-8')}</style></head><body>",
+    ]
+
+
+def figures(drawings: Sequence[Drawing]) -> str:
+    """The drawings side by side."""
+    made = (
+        f"<figure><h3>{text(d.title)}</h3>{d.inline}<figcaption>{text(d.caption)}</figcaption></figure>"
+        for d in drawings
+    )
+    return f'<div class="figures">{"".join(made)}</div>'
 
 
 def text(value: Any) -> str:
@@ -153,8 +165,8 @@ def _comparison(runs: Sequence[Run]) -> str:
         values = facts(run)
         rows.append([run.name, *(show(values[key], form) for _, key, form in COLUMNS), values["device"]])
     if len(runs) == 1:
-        return _table(["quantity", "value"], list(zip(heads[1:], rows[0][1:], strict=True)), "text")
-    return _table(heads, rows, "numbers", chips=True)
+        return table(["quantity", "value"], list(zip(heads[1:], rows[0][1:], strict=True)), "text")
+    return table(heads, rows, "numbers", chips=True)
 
 
 def _settings(runs: Sequence[Run]) -> str:
@@ -170,7 +182,7 @@ def _settings(runs: Sequence[Run]) -> str:
     fields = [field for field in dict.fromkeys(key for one in flat for key in one) if field in differing]
     rows = [[field, *(_plain(one.get(field)) for one in flat)] for field in fields]
     title = "Settings that differ" + (" from the defaults" if len(runs) == 1 else "")
-    body = _table(["field", *(head for head, _ in columns)], rows, "text") if rows else "<p>None.</p>"
+    body = table(["field", *(head for head, _ in columns)], rows, "text") if rows else "<p>None.</p>"
     for run in known:
         dump = json.dumps(run.config, indent=2, ensure_ascii=False)
         body += f"<details><summary>Whole config of {text(run.name)}</summary><pre>{text(dump)}</pre></details>"
@@ -186,10 +198,11 @@ def _environment(runs: Sequence[Run]) -> str:
     shown = flat[:1] if same else flat
     heads = ["", *(["all runs" if len(runs) > 1 else "this run"] if same else [run.name for run in runs])]
     rows = [[key, *(_plain(one.get(key)) for one in shown)] for key in keys]
-    return f"<section><h2>Environment</h2>{_table(heads, rows, 'text')}</section>"
+    return f"<section><h2>Environment</h2>{table(heads, rows, 'text')}</section>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str, chips: bool = False) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str, chips: bool = False) -> str:
+    """An HTML table of texts, which are escaped; style: text or numbers; chips: a colour of the figures a row."""
     head = "".join(f"<th>{text(name)}</th>" for name in heads)
     body = ""
     for index, row in enumerate(rows):

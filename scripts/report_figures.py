@@ -1,5 +1,6 @@
 """The figures of the report: drawn once with matplotlib, used inline in the page and saved as SVG and PNG files."""
 
+import functools
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -70,27 +71,32 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
         ("bytes", "Loss against simulated bytes", _bytes),
         ("time", "Loss against simulated time", _time),
     ]
-    drawings = []
-    for name, title, plot in plans:
-        style = STYLE | {"svg.hashsalt": name}  # ids differ between the figures of one page
-        with matplotlib.rc_context(style):
-            figure = Figure()
-            axes = figure.add_subplot()
-            caption = plot(axes, runs)
-            if not axes.has_data():
-                continue
-            axes.set_xlabel(axes.get_xlabel() or "targets")
-            axes.set_axisbelow(True)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-            if axes.get_legend_handles_labels()[1]:
-                axes.legend()
-            svg, png = io.StringIO(), io.BytesIO()
-            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-            figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-        drawings.append(
-            Drawing(name, title, caption, svg.getvalue(), _inline(svg.getvalue(), name, title), png.getvalue())
-        )
-    return drawings
+    made = (drawing(name, title, functools.partial(_of_runs, plot, runs)) for name, title, plot in plans)
+    return [found for found in made if found is not None]
+
+
+def _of_runs(plot: Callable[[Axes, Sequence[Run]], str], runs: Sequence[Run], axes: Axes) -> str:
+    caption = plot(axes, runs)
+    axes.set_xlabel(axes.get_xlabel() or "targets")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    return caption
+
+
+def drawing(name: str, title: str, plot: Callable[[Axes], str]) -> Drawing | None:
+    """One figure in the style of the page; plot(axes) draws it and returns its caption. None where it draws no data."""
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):  # ids differ between the figures of one page
+        figure = Figure()
+        axes = figure.add_subplot()
+        caption = plot(axes)
+        if not axes.has_data():
+            return None
+        axes.set_axisbelow(True)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend()
+        svg, png = io.StringIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return Drawing(name, title, caption, svg.getvalue(), _inline(svg.getvalue(), name, title), png.getvalue())
 
 
 def short(value: float) -> str:
