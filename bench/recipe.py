@@ -37,7 +37,8 @@ class NotVerified(Error):
 def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence[str]) -> None:
     if options.config is None:
         raise ConfigError("--config=FILE is required, for example --config=configs/sft_360m.py")
-    variables = {"--rows": (options.rows, "$SFT_DATA"), "--hf-ckpt": (options.hf_ckpt, "$HF_CKPT")}
+    trace = str(options.trace or "")
+    variables = {options.rows: "$SFT_DATA", options.hf_ckpt: "$HF_CKPT", options.out: "$OUT", trace: "$TRACE"}
     if options.hf_ckpt:
         overrides = {**overrides, "model.init_from": options.hf_ckpt}
     config = configs.load(options.config, {**overrides, "data.path": options.rows})
@@ -48,8 +49,6 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
     runtime.prepare(config)
     from bench import measure, recipe_run, record  # after prepare(): importing them may start the backend
 
-    for path, variable in variables.values():
-        words = [word.replace(path, variable) if path else word for word in words]
     about = recipe_run.About(
         id=options.id,
         status=options.status,
@@ -61,7 +60,7 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
         commit=options.commit,
         network=options.network,
         notes=options.note,
-        command=shlex.join(["python", "-m", "bench.recipe", "run", *words]).replace("'", ""),
+        command=" ".join(["python -m bench.recipe run", *(_said(word, variables) for word in words)]),
         admitted=options.admitted,
         trace=options.trace,
     )
@@ -73,6 +72,14 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
         f"{options.out}: {figures['tokens_per_s_gpu']:,.1f} tokens/s/GPU, {figures['step_seconds']:.3f} s a step "
         f"(CV {figures['step_time_cv']:.2%}), loss {losses[0]:.6f} to {losses[-1]:.6f}"
     )
+
+
+def _said(word: str, variables: dict[str, str]) -> str:
+    """A word of the command line as a record says it: paths of this machine are variables."""
+    name, equals, value = word.partition("=")
+    if equals and value in variables:
+        return f"{name}={variables[value]}"
+    return variables[word] if word in variables else shlex.quote(word)
 
 
 def _check(options: argparse.Namespace) -> None:

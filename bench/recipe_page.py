@@ -3,6 +3,7 @@
 Every number is computed from the arrays of the records (bench.ranking); nothing is read from what they state.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,26 +93,26 @@ def _bars(pairs: Sequence[Pair]) -> list[Drawing]:
         if entry is not None
     ]
     plans = [
-        ("recipe_tokens", "Throughput", "tokens/s/GPU", lambda entry: entry.score),
-        ("recipe_cost", "Cost", "$ per million tokens", lambda entry: entry.cost),
-        ("recipe_mfu", "MFU", "% of the dense bf16 peak", lambda entry: None if entry.mfu is None else 100 * entry.mfu),
+        ("recipe_tokens", "Throughput", "tokens/s/GPU", ",.0f", lambda entry: entry.score),
+        ("recipe_cost", "Cost", "$ per million tokens", ".4f", lambda entry: entry.cost),
+        ("recipe_mfu", "MFU", "fraction of the dense bf16 peak", ".3f", lambda entry: entry.mfu),
     ]
 
-    def plotter(unit: str, value: Any) -> Any:
+    def plotter(unit: str, form: str, value: Any) -> Any:
         def plot(axes: Any) -> str:
-            known = [(name, value(entry), colour) for name, entry, colour in shown if value(entry) is not None]
-            for name, size, colour in known:
-                axes.barh(name, size, color=report_figures.COLOURS[colour])
-                axes.annotate(
-                    f"{size:,.4g}", (size, name), xytext=(-4, 0), textcoords="offset points", ha="right", va="center"
-                )
+            for name, entry, colour in shown:
+                size = value(entry)
+                if size is not None:
+                    axes.barh(name, size, color=report_figures.COLOURS[colour], alpha=0.75, height=0.5)
+                    place = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
+                    axes.annotate(format(size, form), (size, name), **place)
             axes.set_xlabel(unit)
             axes.invert_yaxis()
-            return f"{unit}, of the measured window."
+            return f"{unit}, over the measured window."
 
         return plot
 
-    made = (report_figures.drawing(name, title, plotter(unit, value)) for name, title, unit, value in plans)
+    made = (report_figures.drawing(name, title, plotter(*rest)) for name, title, *rest in plans)
     return [found for found in made if found is not None]
 
 
@@ -134,12 +135,29 @@ def _curves(pair: Pair, number: int) -> list[Drawing]:
     def losses(axes: Any) -> str:
         for index, entry in enumerate(pair.entries):
             arm = entry.measured["arm"]["losses"]
-            axes.plot(range(len(arm)), arm, label=entry.measured["id"], **look(index))
+            axes.plot(
+                range(len(arm)), [math.nan if x is None else x for x in arm], label=entry.measured["id"], **look(index)
+            )
         axes.set_xlabel("step")
         axes.set_ylabel("nats")
         return "Mean loss of a step over all its targets, before its update."
 
-    plans = ((f"recipe_times_{number}", "Step time", times), (f"recipe_losses_{number}", "Loss", losses))
+    def apart(axes: Any) -> str:
+        reference = _reference(pair)
+        for index, entry in enumerate(pair.entries):
+            if reference is not None and entry is not reference:
+                arms = (one.measured["arm"]["losses"] for one in (entry, reference))
+                differences = [a - b if None not in (a, b) else math.nan for a, b in zip(*arms, strict=True)]
+                axes.plot(range(len(differences)), differences, label=entry.measured["id"], **look(index))
+        axes.set_xlabel("step")
+        axes.set_ylabel("nats")
+        return "Loss of a step minus that of the reference."
+
+    plans = (
+        (f"recipe_times_{number}", "Step time", times),
+        (f"recipe_losses_{number}", "Loss", losses),
+        (f"recipe_apart_{number}", "Loss against the reference", apart),
+    )
     made = (report_figures.drawing(name, title, plot) for name, title, plot in plans)
     return [found for found in made if found is not None]
 

@@ -24,7 +24,7 @@ import numpy as np
 from bench import measure, record, timing
 from bench.active_params import active_of_model, active_params
 from bench.measure import STEPS
-from bench.recipe_fields import parse_flags
+from bench.recipe_fields import ABSENT, parse_flags
 from bench.record import NOT_PINNED, PATHS, Workload
 from llama_jax import config as configs
 from llama_jax import data, flops, optimizer, rows, run_folder, runtime
@@ -39,7 +39,7 @@ JAX_SETTINGS = (
 )  # fmt: skip
 LIBRARIES = {"cuda": "nvidia-cuda-runtime", "cudnn": "nvidia-cudnn", "nccl": "nvidia-nccl"}
 _VARIABLES = re.compile(
-    r"JAX_\w+|XLA_PYTHON_CLIENT_\w+|NCCL_\w+|CUBLAS\w*|CUDNN\w*|TF_\w+|NVIDIA_TF32_OVERRIDE|CUDA_VISIBLE_DEVICES"
+    r"JAX_\w+|XLA_PYTHON_CLIENT_\w+|NCCL_\w+|CUBLAS\w*|CUDNN\w*|NVIDIA_TF32_OVERRIDE|CUDA_VISIBLE_DEVICES"
 )
 _SMI = ("clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active")
 
@@ -261,8 +261,15 @@ def _environment() -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if value and _VARIABLES.fullmatch(name) and not secret.search(name)
         },
-        "jax": {name: _plain(getattr(jax.config, name, "absent")) for name in JAX_SETTINGS},
+        "jax": {name: _plain(_setting(name)) for name in JAX_SETTINGS},
     }
+
+
+def _setting(name: str) -> Any:
+    try:
+        return jax.config.read(name)
+    except AttributeError:  # of another version of JAX
+        return ABSENT
 
 
 def _plain(value: Any) -> Any:
