@@ -112,7 +112,7 @@ def _bars(pairs: Sequence[Pair]) -> list[Drawing]:
 
         return plot
 
-    made = (report_figures.drawing(name, title, plotter(*rest)) for name, title, *rest in plans)
+    made = (report_figures.drawing(name, title, plotter(unit, form, of)) for name, title, unit, form, of in plans)
     return [found for found in made if found is not None]
 
 

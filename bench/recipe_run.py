@@ -95,11 +95,12 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
         before = _smi()
         stamps, metrics, init = _train(built, source, about.trace)
         after = _smi()
-    losses = [float(np.sum(found.loss_sum, dtype=np.float64)) / int(np.sum(found.targets)) for found in metrics]
     norms = [float(found.grad_norm[0]) for found in metrics]
     refused = next((step for step, found in enumerate(metrics) if not found.ok), None)
     if refused is not None:
-        raise NonFiniteError(f"step {refused}: loss {losses[refused]}, gradient norm {norms[refused]}; lower the rate")
+        sums = f"sum of losses {float(metrics[refused].loss_sum[0])}, gradient norm {norms[refused]}"
+        raise NonFiniteError(f"step {refused}: {sums}; lower optimizer.lr")
+    losses = [float(found.loss_sum[0]) / int(found.targets[0]) for found in metrics]
     software = stack(about.commit)
     arm = {
         "losses": losses[:STEPS],

@@ -111,6 +111,33 @@ def sensitivity(record: dict[str, Any]) -> str:
     )
 
 
+def verdicts(record: dict[str, Any]) -> str:
+    """The record as a short markdown table: a row for each change, what each check said of it from both starts."""
+
+    def said(row: dict[str, Any] | None, check: str) -> str:
+        if row is None:
+            return ""
+        failed = row[check] + (row["guards"] if check == "megatron_bridge" else [])
+        return "**refused**" if failed else "passes"
+
+    found = {(row["start"], row["change"]): row for row in table(record["arms"])}
+    starts = [*record["arms"], "drawn"]
+    rows = []
+    for name, control in {row["change"]: row["control"] for row in found.values()}.items():
+        cells = [name + (" (control)" if control else "")]
+        trained = [found.get((start, name)) for start in starts[:-1]]
+        for row in trained if any(trained) else [found.get((starts[-1], name)), None]:
+            cells += [said(row, "megatron_bridge"), said(row, "strict")]
+        rows.append(cells)
+    head = ["change", *(f"{start}: {check}" for start in starts[:-1] for check in ("verdict", "strict flag"))]
+    environment = record["environment"]
+    return (
+        f"Known defects in a tiny Llama in bfloat16, {environment['device']}, JAX {environment['versions']['jax']}; "
+        f"`{record['command']}`. The last rows are curves drawn by hand, under the first two columns.\n\n"
+        + markdown(head, rows)
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="JSON file of the record")

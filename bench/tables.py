@@ -1,8 +1,8 @@
 """Writes the measured tables of README.md from the records in bench/results; --check only compares.
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME is the function here that makes it, or one of
-speed_tables. `<!-- pending: NAME -->` is the place of a speed table whose record isn't there yet; once it is, the table
-takes that place.
+speed_tables. `<!-- pending: NAME -->` is the place of a table whose record isn't there yet; once it is, the table takes
+that place.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from bench.speed_tables import SPEED, markdown
 from llama_jax.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
+RESULTS, RECIPES = ROOT / "bench" / "results", ROOT / "bench" / "recipes"
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PENDING = re.compile(r"<!-- pending: (\w+) -->\n")
 
@@ -105,7 +105,9 @@ def speed(name: str) -> str:
 
 
 def recorded(name: str) -> bool:
-    """Whether there is a record for a speed table, with its part of it."""
+    """Whether there is a record for a table, with its part of it."""
+    if name == "recipes":
+        return any(RECIPES.glob("*.json"))
     path = RESULTS / SPEED[name].file
     return path.exists() and bool(read_json(path).get(SPEED[name].part))
 
@@ -136,6 +138,34 @@ def throughput() -> str:
     return f"`{record['command']}`\n\n" + "\n".join(text)
 
 
+def sensitivity() -> str:
+    """What the convergence checks say of known defects."""
+    from bench import sensitivity as record
+
+    return record.verdicts(read_json(RESULTS / "sensitivity_cpu.json"))
+
+
+def recipes() -> str:
+    """The ranking of the recipes in bench/recipes."""
+    from bench import gpus, ranking
+
+    text = []
+    for pair in ranking.ranking(ranking.read_folder([RECIPES]), gpus.read()):
+        reference = next((entry for entry in pair.entries if entry.measured["status"] == "reference"), None)
+        rows = []
+        for entry in pair.entries:
+            gain = f"{entry.score / reference.score:.2f} x" if reference and entry.rank else ""
+            verdict, name, score, cv, step, cost, mfu, gpu_count, hours, strict, date = ranking.cells(entry)
+            rows.append([f"`{name}`", verdict, score, gain, step, cv, cost, mfu, gpu_count, hours, strict, date])
+        names = ["recipe", "rank", "tokens/s/GPU", "over reference", "s/step", "CV", "$ / 1M tokens", "MFU", "GPUs"]
+        versions = pair.entries[0].measured["stack"]["versions"]
+        text.append(
+            f"{pair.model} on {pair.gpu.type}, {pair.workload}, JAX {versions['jax']}, rows "
+            f"`{pair.rows_sha256[:12]}`\n\n" + markdown([*names, "GPU-hours", "strict flag", "date"], rows)
+        )
+    return "\n".join(text)
+
+
 def _throughput_row(entry: dict[str, Any]) -> list[str]:
     found = entry["measured"]
     if not found or entry["status"] != "measured":
@@ -157,6 +187,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "c4_start": c4_start,
     "topologies": topologies,
     "throughput": throughput,
+    "sensitivity": sensitivity,
+    "recipes": recipes,
 }
 TABLES |= {name: functools.partial(speed, name) for name in SPEED}
 
