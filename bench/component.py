@@ -2,11 +2,12 @@
 
     python -m bench.component REFERENCE.json RECIPE.json --out=components.json
 
-Runs the tests that the swaps between two records need (attention, loss head, norm) and those of --also (optimizer: a
-tree of tensors or an arena; workers: vmapped or one after the other). Each compares outputs and gradients of both
-implementations with an FP64 oracle, jitted as in the step: the error of an array is max|x - oracle| / rms(oracle), and
-the swap passes when its worst error over the seeds is finite and at most FACTOR times the worst of the accepted path,
-plus SLACK, for every kind of input and every output. No bound is absolute: the path that is already trusted sets it.
+Runs the tests that the swaps between two records need (attention, loss head, norm) and those of --also (attention:
+reference or cuDNN; optimizer: a tree of tensors or an arena; workers: one after the other or vmapped). Each compares
+outputs and gradients of both implementations with an FP64 oracle, jitted as in the step: the error of an array is
+max|x - oracle| / rms(oracle), and the swap passes when its worst error over the seeds is finite and at most FACTOR
+times the worst of the accepted path, plus SLACK, for every kind of input and every output. No bound is absolute: the
+path that is already trusted sets it.
 
 A record (JSON): {"format": FORMAT, "sha256" of "measured", "measured": {created, command, stack, device_kind, tests}}.
 A test: component, compares, a, b (implementations), layer_shape, dtype, bound, error_metric, seeds, oracle, errors
@@ -33,6 +34,7 @@ FACTOR, SLACK = 2.0, 1e-6
 METRIC, ORACLE = "max|x - oracle| / rms(oracle)", "float64 on the same device"
 SEEDS = (1, 2, 3)
 ALSO = {
+    "attention": ({"attention": "reference"}, {"attention": "cudnn"}),
     "optimizer": ({"optimizer": "tree"}, {"optimizer": "arena"}),
     "workers": ({"workers": "loop"}, {"workers": "vmap"}),
 }

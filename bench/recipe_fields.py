@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from bench import megatron
 from llama_jax.fields import FIELDS
 
 BOOKKEEPING, STRUCTURAL, SWAP, OBJECTIVE, IMAGE = "bookkeeping", "structural", "swap", "objective", "image"
@@ -140,11 +141,13 @@ SWAPS: dict[str, tuple[str, ...] | type] = {
 # XLA flags that choose among schedules, algorithms of one product and memory limits. All others may change the results:
 # xla_allow_excess_precision, fast-math flags.
 STRUCTURAL_FLAGS = (
+    "xla_force_host_platform_device_count",
     "xla_gpu_all_gather_combine_threshold_bytes",
     "xla_gpu_all_reduce_combine_threshold_bytes",
     "xla_gpu_autotune_level",
     "xla_gpu_cublas_fallback",
     "xla_gpu_deterministic_ops",
+    "xla_gpu_dot_merger_threshold_mb",
     "xla_gpu_enable_command_buffer",
     "xla_gpu_enable_cublaslt",
     "xla_gpu_enable_latency_hiding_scheduler",
@@ -153,7 +156,6 @@ STRUCTURAL_FLAGS = (
     "xla_gpu_graph_min_graph_size",
     "xla_gpu_memory_limit_slop_factor",
     "xla_gpu_reduce_scatter_combine_threshold_bytes",
-    "xla_force_host_platform_device_count",
 )
 # Variables: exact names, or beginnings of names.
 VARIABLES = {
@@ -177,6 +179,8 @@ def class_of(path: str) -> str:
         for prefix, found in VARIABLES.items():
             if name == prefix or (prefix.endswith("_") and name.startswith(prefix)):
                 return found
+    if part == "arguments":
+        return STRUCTURAL if name in megatron.STRUCTURAL else OBJECTIVE
     if part in ("versions", "code"):
         return IMAGE
     return STRUCTURAL if path in ("device/count", "device/driver") else OBJECTIVE
@@ -193,7 +197,20 @@ def settings(measured: Mapping[str, Any]) -> dict[str, Any]:
 
     A field that the config lacks, being newer than the record, has its default.
     """
-    config, resolved = flatten(measured["config"]), measured["resolved"]
+    environment, stack = measured["environment"], measured["stack"]
+    if stack["framework"] in megatron.FRAMEWORKS:
+        flat = {f"arguments/{name}": value for name, value in measured["config"].items()}
+    else:
+        flat = _fields(flatten(measured["config"]), measured["resolved"])
+    for part in ("xla_flags", "compiler_options", "variables", "jax"):
+        flat |= {f"{part}/{name}": value for name, value in environment[part].items()}
+    flat |= {f"versions/{name}": value for name, value in stack["versions"].items()}
+    flat |= {"code/sha256": stack["code_sha256"]}
+    return flat | {f"device/{name}": measured["device"][name] for name in ("kind", "count", "driver")}
+
+
+def _fields(config: Mapping[str, Any], resolved: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a config by their paths, with what `auto` became."""
     flat: dict[str, Any] = {path: config.get(path, field.default) for path, field in FIELDS.items()}
     flat |= {path: value for path, value in config.items() if not path.startswith("derived.")}
     for name in ("attention", "head", "kernels", "compute_dtype", "residual_dtype"):
@@ -201,12 +218,7 @@ def settings(measured: Mapping[str, Any]) -> dict[str, Any]:
     flat["model.kv_heads"] = flat["model.kv_heads"] or flat["model.heads"]
     if resolved["head"] == "plain":
         del flat["model.head_chunk_rows"]  # it has no chunks
-    environment, stack = measured["environment"], measured["stack"]
-    for part in ("xla_flags", "compiler_options", "variables", "jax"):
-        flat |= {f"{part}/{name}": value for name, value in environment[part].items()}
-    flat |= {f"versions/{name}": value for name, value in stack["versions"].items()}
-    flat |= {"code/sha256": stack["code_sha256"]}
-    return flat | {f"device/{name}": measured["device"][name] for name in ("kind", "count", "driver")}
+    return flat
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -250,7 +262,9 @@ def changes(reference: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[dic
 
 
 def components(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The implementations that a run used, by component: what its tests compare."""
+    """The implementations that a run of llama_jax used, by component: what its tests compare."""
+    if measured["stack"]["framework"] in megatron.FRAMEWORKS:
+        return {}
     flat = settings(measured)
     head = {"head": flat["model.head"]}
     if flat["model.head"] == "chunked":
@@ -265,5 +279,5 @@ def components(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def needed(reference: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The component tests that the swaps between two runs need: component, a (of the reference), b (of the recipe)."""
     before, after = components(reference), components(recipe)
-    pairs = [{"component": name, "a": before[name], "b": after[name]} for name in before]
+    pairs = [{"component": name, "a": before[name], "b": after[name]} for name in before if name in after]
     return [pair for pair in pairs if not same(pair["a"], pair["b"])]

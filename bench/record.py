@@ -18,11 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import measure
+from bench import measure, megatron, schema
 from bench.active_params import active_of_model
 from bench.convergence import read_arm
 from bench.measure import STEPS, MeasureError
 from bench.recipe_fields import flatten, same
+from bench.schema import Free
 from llama_jax import arena, flops, optimizer
 from llama_jax import config as configs
 from llama_jax.errors import ConfigError, DataError
@@ -64,12 +65,6 @@ def parse_workload(text: str) -> Workload:
     if not found:
         raise ConfigError(f"--workload={text}: ROWSxLENGTH, such as {PROTOCOL.rows}x{PROTOCOL.row_length}")
     return Workload(int(found[1]), int(found[2]))
-
-
-class Free(NamedTuple):
-    """An object with keys of its own and values of these types."""
-
-    values: tuple[type, ...]
 
 
 _Text, _Maybe = str, (str, type(None))
@@ -166,7 +161,8 @@ def write(path: PathLike, record: Mapping[str, Any]) -> None:
 
 def verify(measured: Any) -> None:
     """Raises RecordError unless `measured` has the schema and every number that follows from others does."""
-    _shaped("", SCHEMA, measured)
+    if wrong := schema.problem(SCHEMA, measured):
+        raise RecordError(wrong)
     if measured["status"] not in STATUSES:
         raise RecordError(f"status {measured['status']!r}: {', '.join(STATUSES)}")
     if not re.fullmatch(r"[\w.+-]{1,100}", measured["id"]):
@@ -186,27 +182,40 @@ def verify(measured: Any) -> None:
     except MeasureError as error:
         raise RecordError(str(error)) from None
     workload, rows = Workload(**measured["workload"]), measured["rows"]
-    config = stored_config(measured["config"])
-    derived = {
-        "run.n_gpus": (run.n_gpus, measured["device"]["count"]),
-        "run.tokens": (run.tokens[0], workload.tokens),
-        "run.tokens_counted": (run.tokens_counted, "inputs"),
-        "rows.row_length": (rows["row_length"], workload.row_length),
-        "rows.rows": (rows["rows"], STEPS * workload.rows),
-        "arm.rows_sha256": (arm.rows_sha256, rows["rows_sha256"]),
-        "arm.image": (arm.image, image(measured["stack"])),
-        "workload.rows": (workload.rows, config.derived.batch_sequences),
-        "workload.row_length": (workload.row_length, config.model.context),
-        "device.count": (run.n_gpus, config.runtime.mesh_worker * config.runtime.mesh_data),
-        "model.active_params": (measured["model"]["active_params"], active_of_model(config.model)),
-        "model.parameters": (measured["model"]["parameters"], flops.unique_params(config.model)),
-    }
-    for name, (stated, true) in derived.items():
-        if not same(stated, true):
-            raise RecordError(f"{name}: {stated!r} is recorded, it must be {true!r}")
+    _equal(
+        {
+            "run.n_gpus": (run.n_gpus, measured["device"]["count"]),
+            "run.tokens": (run.tokens[0], workload.tokens),
+            "run.tokens_counted": (run.tokens_counted, "inputs"),
+            "rows.row_length": (rows["row_length"], workload.row_length),
+            "rows.rows": (rows["rows"], STEPS * workload.rows),
+            "arm.rows_sha256": (arm.rows_sha256, rows["rows_sha256"]),
+            "arm.image": (arm.image, image(measured["stack"])),
+        }
+    )
     lengths = {name: len(measured["arm"][name]) for name in ("losses", "grad_norms", "learning_rates")}
     if set(lengths.values()) != {STEPS}:
         raise RecordError(f"arm: {STEPS} losses, gradient norms and learning rates are needed, there are {lengths}")
+    if measured["stack"]["framework"] in megatron.FRAMEWORKS:
+        model, gpus = measured["model"]["name"], measured["device"]["count"]
+        if found := megatron.problem(measured["config"], model, gpus, workload.rows, workload.row_length):
+            raise RecordError(f"config: {found}")
+        return
+    _verify_config(measured, workload)
+
+
+def _verify_config(measured: Mapping[str, Any], workload: Workload) -> None:
+    """The part of verify() that a config of llama_jax decides."""
+    config = stored_config(measured["config"])
+    _equal(
+        {
+            "workload.rows": (workload.rows, config.derived.batch_sequences),
+            "workload.row_length": (workload.row_length, config.model.context),
+            "device.count": (measured["device"]["count"], config.runtime.mesh_worker * config.runtime.mesh_data),
+            "model.active_params": (measured["model"]["active_params"], active_of_model(config.model)),
+            "model.parameters": (measured["model"]["parameters"], flops.unique_params(config.model)),
+        }
+    )
     expected = invariants(config, measured["resolved"], measured["arm"])
     _agrees("arm.learning_rates", measured["arm"]["learning_rates"], expected["learning_rates"])
     for name in sorted(expected.keys() | measured["invariants"].keys()):
@@ -294,32 +303,10 @@ def gpu_hours(measured: Mapping[str, Any]) -> float:
     return measure.gpu_hours(measured["device"]["count"], time["finished"] - time["admitted"])
 
 
-def _shaped(path: str, schema: Any, value: Any) -> None:
-    """Raises RecordError unless the value has the schema: all keys and no others, exact types, finite numbers."""
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            raise RecordError(f"{path or 'measured'}: an object is needed, not {type(value).__name__}")
-        for key in [*schema, *value]:
-            if key not in value or key not in schema:
-                word = "missing" if key not in value else "unknown"
-                raise RecordError(f"{path}{key}: {word} field")
-            _shaped(f"{path}{key}.", schema[key], value[key])
-        return
-    name = path.removesuffix(".")
-    if isinstance(schema, Free):
-        if not isinstance(value, dict):
-            raise RecordError(f"{name}: an object is needed, not {type(value).__name__}")
-        for key, inner in value.items():
-            _shaped(f"{path}{key}.", schema.values, inner)
-        return
-    types = schema if isinstance(schema, tuple) else (schema,)
-    if type(value) not in types:
-        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-        raise RecordError(f"{name}: {wanted} is needed, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RecordError(f"{name}: it must be finite")
-    if isinstance(value, str) and not value:
-        raise RecordError(f"{name}: it is empty")
+def _equal(pairs: Mapping[str, tuple[Any, Any]]) -> None:
+    for name, (stated, true) in pairs.items():
+        if not same(stated, true):
+            raise RecordError(f"{name}: {stated!r} is recorded, it must be {true!r}")
 
 
 def _agrees(name: str, stated: Any, true: Any) -> None:

@@ -20,7 +20,7 @@ from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import FIELDS
 
 from bench import component, measure, recipe, recipe_run, record
-from llama_jax import arena, config, data, model, rows
+from llama_jax import arena, config, data, export, model, rows
 from llama_jax import step as steps
 from llama_jax.errors import ConfigError, DataError, NonFiniteError
 
@@ -111,6 +111,18 @@ def test_swaps_are_tested_checked_and_ranked(folder, capsys):
     assert "fastest    fast" in capsys.readouterr().out
     recipe.main(["page", str(folder / "records"), f"--out={folder / 'pages'}", "--workload=8x32"])
     assert (folder / "pages" / "tiny.html").stat().st_size > 10_000
+
+
+def test_a_checkpoint_is_named_and_counted(folder, capsys):
+    """The same initial weights from a Hugging Face folder: the same run, of the model called like the folder."""
+    checkpoint = folder / "some-llama"
+    export.main([f"--config={folder / 'tiny.py'}", f"--out={checkpoint}", "--dtype=float32"])
+    made = run(folder, "loaded", *REFERENCE, f"--hf-ckpt={checkpoint}", "--revision=v1")["measured"]
+    (folder / "records" / "loaded.json").unlink()
+    reference = read(folder, "reference")["measured"]
+    assert made["model"] == {**reference["model"], "name": "some-llama", "checkpoint": "$HF_CKPT", "revision": "v1"}
+    assert made["config"]["model"]["init_from"] == "$HF_CKPT" and str(folder) not in made["command"].split("--rows")[1]
+    assert made["arm"] == reference["arm"]
 
 
 def test_a_trace_begins_after_the_measured_steps(folder, tmp_path, monkeypatch):

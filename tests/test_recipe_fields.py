@@ -157,3 +157,18 @@ def test_a_recipe_is_compared_with_a_reference_of_its_pair():
     changed = reference(name="again", status="calibration", fields={"training.microbatch": 2})
     with pytest.raises(RecordError, match="not another run"):
         recipe_checks.check(recipe(), recipe_checks.Against(reference(), [changed]), WORKLOAD)
+
+
+def test_arguments_of_megatron():
+    from test_record import megatron
+
+    def found(**arguments):
+        result = recipe_checks.configuration(megatron(), megatron(**arguments))
+        return result["passed"], {c["field"].removeprefix("arguments/"): c["class"] for c in result["changes"]}
+
+    assert found() == (True, {})
+    assert found(max_tokens_per_gpu=80) == (True, {"max-tokens-per-gpu": STRUCTURAL})
+    assert found(moe_aux_loss_coeff=0.0) == (False, {"moe-aux-loss-coeff": OBJECTIVE})  # 0 and 0.0: not the same type
+    assert found(attention_backend="flash") == (False, {"attention-backend": OBJECTIVE})
+    assert found(lr=1e-5) == (False, {"lr": OBJECTIVE})
+    assert recipe_fields.needed(megatron(), megatron(lr=1e-5)) == []

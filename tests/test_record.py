@@ -148,3 +148,55 @@ def test_gpu_hours_and_workloads():
         with pytest.raises(ConfigError, match="128x8192"):
             record.parse_workload(text)
     assert measure.STEPS == 20
+
+
+# Records of other frameworks.
+
+LAYOUT = {
+    "tensor-model-parallel-size": 2,
+    "pipeline-model-parallel-size": 2,
+    "context-parallel-size": 1,
+    "expert-model-parallel-size": 4,
+    "expert-tensor-parallel-size": 1,
+    "max-tokens-per-gpu": 40,
+    "moe-aux-loss-coeff": 0,
+}
+
+
+def megatron(seconds=2.0, steps=20, model="Qwen3.5-35B-A3B", gpus=8, **arguments):
+    """A record of slime on 8 GPUs."""
+    found = measured("slime", seconds=seconds, model=model)
+    found["stack"]["framework"] = "slime"
+    found["config"] = {**LAYOUT, **{name.replace("_", "-"): value for name, value in arguments.items()}}
+    found["device"]["count"], found["resolved"], found["invariants"] = gpus, {}, {}
+    run = {**found["run"], "n_gpus": gpus}
+    if steps == 14:
+        run = run | {"steps_per_run": 14, "window": [4, 14], "tokens": [256] * 14, "seconds": [seconds] * 14}
+        del run["stamps_ns"]
+    found["run"], found["figures"] = run, measure.figures(run)
+    found["arm"]["image"] = record.image(found["stack"])
+    return found
+
+
+def test_megatron_records_and_their_layout():
+    record.verify(megatron())
+    for words, arguments in {
+        "whole replicas": {"gpus": 10},
+        "do not divide by DP": {"gpus": 12},
+        "no multiple of EP": {"expert_model_parallel_size": 3},
+        "EP x ETP = 16": {"expert_tensor_parallel_size": 4},
+        "doesn't hold a row": {"max_tokens_per_gpu": 31},
+        "train with 0": {"moe_aux_loss_coeff": 0.01},
+        "not a number of GPUs": {"tensor_model_parallel_size": True},
+    }.items():
+        with pytest.raises(RecordError, match=words):
+            record.verify(megatron(**arguments))
+    record.verify(megatron(context_parallel_size=2, max_tokens_per_gpu=16))  # two GPUs hold a row
+    record.verify(megatron(model="Qwen3-30B-A3B", moe_aux_loss_coeff=0.01))
+
+
+def test_old_runs_of_14_steps_have_an_arm_of_their_own():
+    found = megatron(steps=14)
+    record.verify(found)
+    assert found["figures"]["window"] == [4, 14] and not found["figures"]["convergence_arm"]
+    assert found["figures"]["tokens_per_s_gpu"] == 256 / (8 * 2.0) and len(found["arm"]["losses"]) == 20
