@@ -109,6 +109,8 @@ def expected_rows(recipe: Path) -> Expected:
         raise Unreadable(f"{recipe}: can't be read ({reason})") from None
     if not isinstance(content, dict):
         raise Unreadable(f"{recipe}: not a JSON object, so no recipe")
+    if isinstance(content.get("measured"), dict):  # the record of a run
+        content = content["measured"]
     inner = content.get("rows")
     record = inner if isinstance(inner, dict) else content
     digests = {part["rows_sha256"] for part in (content, record) if isinstance(part.get("rows_sha256"), str)}
@@ -118,7 +120,8 @@ def expected_rows(recipe: Path) -> Expected:
         value = record.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise Unreadable(f"{recipe}: {key} is {value!r}, not a number of at least 1")
-    return Expected(digests.pop(), record.get("rows"), record.get("row_length"), record)
+    made_of = record.get("made_of") if isinstance(record.get("made_of"), dict) else {}
+    return Expected(digests.pop(), record.get("rows"), record.get("row_length"), {**made_of, **record})
 
 
 def verify_rows(path: Path, recipe: Path | None = None) -> None:

@@ -20,6 +20,7 @@ from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import FIELDS
 
 from bench import component, measure, recipe, recipe_run, record
+from data_pipeline import verify
 from llama_jax import arena, config, data, export, model, rows
 from llama_jax import step as steps
 from llama_jax.errors import ConfigError, DataError, NonFiniteError
@@ -74,6 +75,18 @@ def test_a_record_says_what_ran(folder):
     row_P = arena.to_row(model.init(settings.model, settings.seed), arena.make_layout(settings.model))
     assert measured["arm"]["init_sha256"] == hashlib.sha256(row_P.tobytes()).hexdigest()
     assert measured["stack"]["code_sha256"] != "d" * 64 and measured["stack"]["versions"]["jax"] == jax.__version__
+
+
+def test_rows_are_verified_against_a_record(folder, tmp_path, capsys):
+    recorded = folder / "records" / "reference.json"
+    verify.verify_rows(folder / "rows.parquet", recorded)  # 168 rows, of which the recipe read 160
+    assert "8 more that it does not read" in capsys.readouterr().out
+    with contextlib.closing(rows.RowsFile(folder / "rows.parquet")) as file:
+        content = file.read(0, 160).copy()
+    content[17, 5] += 1
+    rows.write(tmp_path / "rows.parquet", [content], 32)
+    with pytest.raises(verify.Different):
+        verify.verify_rows(tmp_path / "rows.parquet", recorded)
 
 
 def test_losses_are_those_of_the_steps(folder):
