@@ -120,8 +120,9 @@ def expected_rows(recipe: Path) -> Expected:
         value = record.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise Unreadable(f"{recipe}: {key} is {value!r}, not a number of at least 1")
-    made_of = record.get("made_of") if isinstance(record.get("made_of"), dict) else {}
-    return Expected(digests.pop(), record.get("rows"), record.get("row_length"), {**made_of, **record})
+    made_of = record.get("made_of")
+    whole = {**made_of, **record} if isinstance(made_of, dict) else record
+    return Expected(digests.pop(), record.get("rows"), record.get("row_length"), whole)
 
 
 def verify_rows(path: Path, recipe: Path | None = None) -> None:
