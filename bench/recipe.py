@@ -20,12 +20,15 @@ Everything shown is computed from the recorded arrays; a record that contradicts
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llama_jax import config as configs
 from llama_jax.errors import ConfigError, Error, run_command
+
+STARTED = time.time()  # of the process, nearly
 
 
 class NotVerified(Error):
@@ -62,6 +65,7 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
         notes=options.note,
         command=" ".join(["python -m bench.recipe run", *(_said(word, variables) for word in words)]),
         admitted=options.admitted,
+        started=STARTED,
         trace=options.trace,
     )
     made = recipe_run.run(config, about, record.parse_workload(options.workload))

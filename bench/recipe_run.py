@@ -58,7 +58,8 @@ class About(NamedTuple):
     network: str = NOT_PINNED
     notes: Sequence[str] = ()
     command: str = "python -m bench.recipe run"
-    admitted: float | None = None  # seconds since 1970
+    admitted: float | None = None  # by a scheduler, seconds since 1970
+    started: float | None = None  # of the process
     trace: Path | None = None
 
 
@@ -86,7 +87,7 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
     Raises ConfigError for a config that is no recipe, DataError for its rows, NonFiniteError for an update that was
     refused, DeviceError.
     """
-    begin = time.time()
+    begin = about.started or time.time()
     check_config(config, workload)
     source = data.open_source(config)
     rows_made = _rows(Path(config.data.path), workload)

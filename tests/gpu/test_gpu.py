@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from ml_collections import FrozenConfigDict
 
+from bench import component
 from llama_jax import arena, config, gate, kernels, loss, model, runtime, step
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -155,3 +156,18 @@ def test_step_donates_and_blocks_nonfinite_updates():
     state, measured = update(state, good, lr)
     assert not measured.ok
     np.testing.assert_array_equal(before, np.asarray(state.params_NP))
+
+
+@pytest.mark.parametrize("name", ["attention", "head", "norm", "mlp"])
+def test_swapped_components_are_as_exact(name):
+    """At the shape of the 20M model; a recipe has such tests at its own."""
+    settings = config.load(ROOT / "configs" / "c4_20m.py")
+    resolved = runtime.resolve(settings)[1]
+    swaps = {
+        "attention": ({"attention": "xla"}, {"attention": resolved["attention"]}),
+        "head": ({"head": "plain"}, {"head": "chunked", "chunk_rows": 1024, "kernels": resolved["kernels"]}),
+        "norm": ({"kernels": "xla"}, {"kernels": resolved["kernels"]}),
+        "mlp": ({"gate": "xla"}, {"gate": resolved["gate"]}),
+    }
+    found = component.test(name, *swaps[name], settings.model, "bfloat16", 2)
+    assert found["passed"], found["worst"]
