@@ -2,7 +2,7 @@
 
     python -m bench.component REFERENCE.json RECIPE.json --out=components.json
 
-Runs the tests that the swaps between two records need (attention, loss head, norm) and those of --also (attention:
+Runs the tests that the swaps between two records need (attention, head, norm, MLP) and those of --also (attention:
 reference or cuDNN; optimizer: a tree of tensors or an arena; workers: one after the other or vmapped). Each compares
 outputs and gradients of both implementations with an FP64 oracle, jitted as in the step: the error of an array is
 max|x - oracle| / rms(oracle), and the swap passes when its worst error over the seeds is finite and at most FACTOR
@@ -103,10 +103,10 @@ def test(
     seeds: Sequence[int] = SEEDS,
 ) -> dict[str, Any]:  # fmt: skip
     """One test of a component at the shape of the `model` section of a config, on the present device."""
-    from bench import component_cases
+    from bench import component_cases, component_draws
 
     case = component_cases.make(component, settings, dtype, rows)
-    errors = measure(case, case.path(a), case.path(b), component_cases.KINDS, seeds)
+    errors = measure(case, case.path(a), case.path(b), component_draws.KINDS, seeds)
     return {
         "component": component,
         "compares": case.compares,
@@ -164,7 +164,7 @@ def valid(
     found: Mapping[str, Any], record: Mapping[str, Any], measured: Mapping[str, Any], settings: Any
 ) -> str | None:
     """Why a test of a component record says nothing about a recipe, or None: another device, software, shape, dtype."""
-    from bench.component_cases import shape_of
+    from bench.component_draws import shape_of
 
     rows = found["layer_shape"].get("rows", 1)
     stated = {
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("reference", help="record of the reference")
     parser.add_argument("recipe", help="record of the recipe")
     parser.add_argument("--out", required=True, help="JSON file of the record")
-    parser.add_argument("--rows", type=int, help="rows of the inputs of head and norm (default: a microbatch)")
+    parser.add_argument("--rows", type=int, help="rows of the inputs of head, norm and MLP (default: a microbatch)")
     parser.add_argument("--attention-rows", type=int, default=1, help="rows of the inputs of attention (default: 1)")
     parser.add_argument("--also", action="append", default=[], choices=sorted(ALSO), help="a test no swap asks for")
     parser.add_argument("--commit", help="of the checkout, where there is no git")

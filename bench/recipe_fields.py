@@ -136,6 +136,7 @@ SWAPS: dict[str, tuple[str, ...] | type] = {
     "model.head": ("plain", "chunked"),
     "model.head_chunk_rows": int,
     "model.kernels": ("xla", "mosaic"),
+    "resolved/gate": ("xla", "mosaic"),  # no field: where model.kernels can have it
 }
 
 # XLA flags that choose among schedules, algorithms of one product and memory limits. All others may change the results:
@@ -172,6 +173,8 @@ def class_of(path: str) -> str:
     for name, paths in CLASSES.items():
         if path in paths:
             return name
+    if path in SWAPS:
+        return SWAP
     part, _, name = path.partition("/")
     if part in ("xla_flags", "compiler_options") and name in STRUCTURAL_FLAGS:
         return STRUCTURAL
@@ -213,8 +216,7 @@ def _fields(config: Mapping[str, Any], resolved: Mapping[str, str]) -> dict[str,
     """Fields of a config by their paths, with what `auto` became."""
     flat: dict[str, Any] = {path: config.get(path, field.default) for path, field in FIELDS.items()}
     flat |= {path: value for path, value in config.items() if not path.startswith("derived.")}
-    for name in ("attention", "head", "kernels", "compute_dtype", "residual_dtype"):
-        flat[f"model.{name}"] = resolved[name]
+    flat |= {f"model.{name}" if f"model.{name}" in FIELDS else f"resolved/{name}": x for name, x in resolved.items()}
     flat["model.kv_heads"] = flat["model.kv_heads"] or flat["model.heads"]
     if resolved["head"] == "plain":
         del flat["model.head_chunk_rows"]  # it has no chunks
@@ -273,6 +275,7 @@ def components(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "attention": {"attention": flat["model.attention"]},
         "head": head,
         "norm": {"kernels": flat["model.kernels"]},
+        "mlp": {"gate": flat["resolved/gate"]},
     }
 
 

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 
-from bench import component, component_cases, measure, recipe_checks, recipe_fields, record
+from bench import component, component_draws, measure, recipe_checks, recipe_fields, record
 from llama_jax import config as configs
 from llama_jax import flops
 from llama_jax.files import write_json_atomic
@@ -32,6 +32,7 @@ FIELDS = {
 }
 RESOLVED = {
     "compute_dtype": "bfloat16", "residual_dtype": "bfloat16", "attention": "xla", "head": "plain", "kernels": "xla",
+    "gate": "xla",
 }  # fmt: skip
 LOSSES = list(3.0 - 0.05 * np.arange(20.0) + 0.01 * np.sin(np.arange(20.0)))
 
@@ -130,7 +131,7 @@ def component_record(found, error=1e-3, **changes):
         tests.append(
             {
                 **wanted, "compares": "made up", "dtype": "bfloat16", "bound": {"factor": 2.0, "slack": 1e-6},
-                "layer_shape": component_cases.shape_of(wanted["component"], config().model, 4),
+                "layer_shape": component_draws.shape_of(wanted["component"], config().model, 4),
                 "error_metric": component.METRIC, "oracle": component.ORACLE, "seeds": [1, 2, 3], "errors": errors,
                 **component.judge(errors), **changes,
             }

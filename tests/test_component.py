@@ -13,8 +13,8 @@ import pytest
 from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import component_record, config, recipe
 
-from bench import component, component_cases, record
-from bench.component_cases import KINDS
+from bench import component, component_cases, component_draws, component_layers, record
+from bench.component_draws import KINDS
 from bench.record import RecordError
 from llama_jax import arena, kernels, ops
 
@@ -41,7 +41,7 @@ def test_a_path_against_itself():
     errors = component.measure(case, path, path, KINDS, SEEDS)
     assert component.judge(errors)["passed"]
     for outputs in errors.values():
-        assert set(outputs) == {"y", "h", "dx", "ddelta"}
+        assert set(outputs) == {"h", "dx"}
         assert all(entry["a"] == entry["b"] and len(entry["a"]) == 3 for entry in outputs.values())
     assert 1e-4 < component.judge(errors)["worst_error"] < 0.1  # of bfloat16
 
@@ -60,7 +60,7 @@ def test_real_swaps_pass(name):
     seeds = SEEDS if name != "workers" else SEEDS[:1]
     found = component.test(name, a, b, MODEL, dtype, 2, seeds)
     assert found["passed"], found["worst"]
-    assert found["layer_shape"] == component_cases.shape_of(name, MODEL, 2)
+    assert found["layer_shape"] == component_draws.shape_of(name, MODEL, 2)
     assert set(found["errors"]) == set(KINDS)
     assert set(found) == component.TEST
     assert component.line(found).startswith(f"{name}: ")
@@ -96,7 +96,7 @@ def test_oracles_are_those_of_numpy():
 
 def attention_with(change):
     """reference_attention of changed q, k, v."""
-    return component_cases.attention_path(lambda q, k, v: ops.reference_attention(*change(q, k, v)))
+    return component_layers.attention_path(lambda q, k, v: ops.reference_attention(*change(q, k, v)))
 
 
 def peeking(q, k, v):
@@ -123,19 +123,34 @@ def all_positions(h, w, targets, weights):
     return ops.plain_head_loss(h, w, targets, jnp.ones_like(weights))
 
 
-def loose_norm(x, delta):
-    return kernels.plain_add_norm(x, delta, 1e-2, x.dtype)[:2]
+def loose_norm(x):
+    return x, kernels.plain_norm(x, 1e-2, x.dtype)[0]
 
 
-def rounded_norm(x, delta):
+def rounded_norm(x):
     """Statistics in bfloat16."""
-    y = x + delta
-    inverse = jax.lax.rsqrt(jnp.mean((y * y).astype(jnp.bfloat16), axis=-1, keepdims=True) + 1e-5)
-    return y, y * inverse.astype(y.dtype)
+    inverse = jax.lax.rsqrt(jnp.mean((x * x).astype(jnp.bfloat16), axis=-1, keepdims=True) + 1e-5)
+    return x, x * inverse.astype(x.dtype)
 
 
-def without_delta(x, delta):
-    return ops.add_norm(x, jax.lax.stop_gradient(delta), 1e-5, x.dtype, "xla")
+def cut_norm(x):
+    """The gradient of what goes on from the norm is lost."""
+    return jax.lax.stop_gradient(x), ops.norm(x, 1e-5, x.dtype, "xla")[1]
+
+
+def swapped_halves(h, w_GD, w_DF):
+    return ops.mlp(h, jnp.roll(w_GD, w_GD.shape[0] // 2, 0), w_DF, "xla")
+
+
+def gelu(h, w_GD, w_DF):
+    gate, up = jnp.split(ops.plain_dense(h, w_GD), 2, axis=-1)
+    return ops.plain_dense(jax.nn.gelu(gate) * up, w_DF)
+
+
+def ungated_gradient(h, w_GD, w_DF):
+    """No gradient through the sigmoid of the gate."""
+    gate, up = jnp.split(ops.plain_dense(h, w_GD), 2, axis=-1)
+    return ops.plain_dense(gate * jax.lax.stop_gradient(jax.nn.sigmoid(gate)) * up, w_DF)
 
 
 def decayed_norms(params, grads):
@@ -156,17 +171,20 @@ def padded(params, grads):
 
 
 DEFECTS = {
-    "causal mask off by one": ("attention", component_cases.attention_path(peeking)),
+    "causal mask off by one": ("attention", component_layers.attention_path(peeking)),
     "no 1/sqrt(d)": ("attention", attention_with(lambda q, k, v: (q * q.shape[-1] ** 0.5, k, v))),
     "no gradient to k": ("attention", attention_with(lambda q, k, v: (q, jax.lax.stop_gradient(k), v))),
     "keys one position early": ("attention", attention_with(lambda q, k, v: (q, jnp.roll(k, -1, 1), v))),
     "groups of heads mixed up": ("attention", attention_with(lambda q, k, v: (q, k[:, :, ::-1], v[:, :, ::-1]))),
-    "labels shifted": ("head", component_cases.head_path(shifted)),
-    "last tile of the vocabulary left out": ("head", component_cases.head_path(without_last_tile)),
-    "the last token of a row has a loss": ("head", component_cases.head_path(all_positions)),
-    "epsilon 1e-2": ("norm", component_cases.norm_path(loose_norm)),
-    "statistics in bfloat16": ("norm", component_cases.norm_path(rounded_norm)),
-    "no gradient to the second input": ("norm", component_cases.norm_path(without_delta)),
+    "labels shifted": ("head", component_layers.head_path(shifted)),
+    "last tile of the vocabulary left out": ("head", component_layers.head_path(without_last_tile)),
+    "the last token of a row has a loss": ("head", component_layers.head_path(all_positions)),
+    "epsilon 1e-2": ("norm", component_layers.norm_path(loose_norm)),
+    "statistics in bfloat16": ("norm", component_layers.norm_path(rounded_norm)),
+    "no gradient past the norm": ("norm", component_layers.norm_path(cut_norm)),
+    "gate and up swapped": ("mlp", component_layers.mlp_path(swapped_halves)),
+    "another activation": ("mlp", component_layers.mlp_path(gelu)),
+    "no gradient through the sigmoid": ("mlp", component_layers.mlp_path(ungated_gradient)),
     "decay on norm scales": ("optimizer", decayed_norms),
     "gradients scaled": ("optimizer", uncorrected),
     "decay reaches too far": ("optimizer", padded),
@@ -175,6 +193,7 @@ ACCEPTED = {
     "attention": {"attention": "reference"},
     "head": {"head": "plain"},
     "norm": {"kernels": "xla"},
+    "mlp": {"gate": "xla"},
     "optimizer": {"optimizer": "tree"},
 }
 
@@ -195,8 +214,8 @@ def test_what_is_not_finite_fails():
     case = case_of("norm")
     path = case.path({"kernels": "xla"})
 
-    def broken(x, delta, dy, dh):
-        found = path(x, delta, dy, dh)
+    def broken(x, dy, dh):
+        found = path(x, dy, dh)
         return {
             **found,
             "dx": jnp.where(jnp.arange(found["dx"].size).reshape(found["dx"].shape) == 5, jnp.nan, found["dx"]),
