@@ -225,7 +225,10 @@ FIELDS: dict[str, Field] = {
         1, "[1, 1024]", "devices over which the sequences of a microbatch are spread", execution=True
     ),
     "runtime.compile_cache": Field(
-        "", None, "directory of compiled programs; empty: ~/.cache/llama_jax", execution=True
+        "",
+        None,
+        "directory of compiled programs; empty: $LLAMA_JAX_COMPILE_CACHE, else ~/.cache/llama_jax",
+        execution=True,
     ),
     "runtime.memory_fraction": Field(0.9, "(0, 1]", "share of the GPU memory that JAX takes", execution=True),
 }

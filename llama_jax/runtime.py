@@ -70,10 +70,11 @@ def prepare(config: Any) -> None:
         )
     if platform == "cpu" and runtime.device == "auto" and Path("/dev/nvidiactl").exists():
         warn("there is an NVIDIA GPU, but this JAX has no CUDA support; running on the CPU")
-    if runtime.compile_cache or platform != "cpu":
+    folder = runtime.compile_cache or os.environ.get("LLAMA_JAX_COMPILE_CACHE")
+    if folder or platform != "cpu":
         version = f"jax-{jax.__version__}-{jax.devices()[0].device_kind.replace(' ', '_')}"
         try:
-            cache = Path(runtime.compile_cache or Path.home() / ".cache" / "llama_jax") / version
+            cache = Path(folder or Path.home() / ".cache" / "llama_jax") / version
             cache.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(cache))
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home

@@ -191,7 +191,7 @@ def test_memory_fraction_leaves_a_set_variable_alone(environment):
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 
 
-def test_the_compile_cache_is_made_or_done_without(environment, tmp_path, capsys):
+def test_the_compile_cache_is_made_or_done_without(environment, monkeypatch, tmp_path, capsys):
     before = jax.config.jax_compilation_cache_dir
     try:
         runtime.prepare(tiny())
@@ -203,6 +203,9 @@ def test_the_compile_cache_is_made_or_done_without(environment, tmp_path, capsys
         runtime.prepare(tiny(runtime__compile_cache=str(tmp_path / "cache")))
         (folder,) = (tmp_path / "cache").iterdir()
         assert jax.config.jax_compilation_cache_dir == str(folder) and jax.__version__ in folder.name
+        monkeypatch.setenv("LLAMA_JAX_COMPILE_CACHE", str(tmp_path / "site"))
+        runtime.prepare(tiny())
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "site" / f"jax-{jax.__version__}-cpu")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

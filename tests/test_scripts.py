@@ -18,7 +18,11 @@ from llama_jax.errors import DataError
 from scripts import unigram
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted((ROOT / "scripts").rglob("*.sh")), ROOT / ".ci" / "run"]
+SCRIPTS = [
+    *sorted((ROOT / "scripts").rglob("*.sh")),
+    *sorted((ROOT / "scripts").rglob("*.sbatch")),
+    ROOT / ".ci" / "run",
+]
 
 
 def run(*command, cwd=ROOT, **variables):

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# What submit.sh and the jobs share: settings, the environment, commands and their folders. Sourced in the checkout.
+# shellcheck disable=SC2034,SC2154 # the settings come from files, and what is set here is used by those that source it
+set -euo pipefail
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 2
+}
+
+say() { printf 'slurm: %s\n' "$*"; }
+
+# The settings: those of the example file, then the site's own.
+# shellcheck source=/dev/null
+load_settings() {
+  [[ -f scripts/slurm/site.conf.example ]] || fail "$PWD is not the checkout of llama_jax: start there"
+  source scripts/slurm/site.conf.example
+  local file="${LLAMA_JAX_SITE:-scripts/slurm/site.conf}"
+  if [[ -f "$file" ]]; then
+    source "$file"
+  elif [[ -n "${LLAMA_JAX_SITE:-}" ]]; then
+    fail "LLAMA_JAX_SITE=$file does not exist"
+  fi
+}
+
+# setting NAME: given on the command line, for this command in the file, or for all.
+setting() {
+  local given="given_$1" own="${command}_$1"
+  printf '%s' "${!given-${!own-${!1}}}"
+}
+
+# option NAME ARGUMENT...: the value of the last --NAME=VALUE or --NAME VALUE among the arguments.
+option() {
+  local name="--$1" found=""
+  shift
+  while (($#)); do
+    case "$1" in
+      "$name="*) found="${1#*=}" ;;
+      "$name") (($# < 2)) || found="$2" ;;
+    esac
+    shift
+  done
+  printf '%s' "$found"
+}
+
+# The words that Python runs for a command; the array `words`. A benchmark's name is the first argument.
+find_words() {
+  case "$command" in
+    train) words=(-m llama_jax.main) ;;
+    prepare | verify) words=(-m "data_pipeline.$command") ;;
+    evaluate | export | generate | describe) words=(-m "llama_jax.$command") ;;
+    sweep | report) words=("scripts/$command.py") ;;
+    bench)
+      [[ "${1:-}" =~ ^[a-z_]+$ && -f "bench/$1.py" ]] || fail "bench needs a module of bench/, not ${1:-nothing}"
+      words=(-m "bench.$1")
+      ;;
+    *) fail "unknown command: $command" ;;
+  esac
+}
+
+# The folder of a command's console logs: that of the run where there is one.
+log_folder() {
+  local out
+  case "$command" in
+    train)
+      out="$(option workdir "$@")"
+      [[ -n "$out" ]] || fail "train needs --workdir=FOLDER, the run folder: its console log goes there too"
+      ;;
+    sweep | prepare)
+      out="$(option out "$@")"
+      [[ -n "$out" ]] || fail "$command needs --out=FOLDER"
+      [[ "$command" == sweep ]] || out="${out%/}.logs" # a token cache holds nothing else
+      ;;
+    *)
+      out="$(option run "$@")"
+      out="${out:-runs/slurm}"
+      ;;
+  esac
+  [[ "$out" != *\\* ]] || fail "$out: sbatch can't write a log to a path with a backslash"
+  printf '%s' "$out"
+}
+
+# Sets `python`: LLAMA_JAX_PYTHON as it is, or that of the environment, which one process at a time makes or updates.
+find_python() {
+  if [[ -n "${LLAMA_JAX_PYTHON:-}" ]]; then
+    python="$LLAMA_JAX_PYTHON"
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    return
+  fi
+  local folder lock base
+  folder="$(setting venv)" base="$(setting python)"
+  mkdir -p -- "$(dirname -- "$folder")"
+  exec {lock}>>"$folder.lock"
+  flock "$lock" || fail "$folder.lock: this file system has no locks; name another place as venv in site.conf"
+  if [[ -n "$base" ]]; then
+    export PYTHON="$base"
+  fi
+  VENV="$folder" bash scripts/setup.sh "$(setting setup)"
+  exec {lock}>&-
+  python="$folder/bin/python"
+}
