@@ -170,28 +170,30 @@ def _response(axes: Axes, fields: Sequence[str], losses: Mapping[Values, Sequenc
 
 
 def _heat(figure: Figure, across: str, down: str, losses: Mapping[Values, Sequence[float]]) -> None:
-    """Mean loss over two fields; where others vary too, the lowest. Cells without a finite loss stay empty."""
+    """Mean loss over two fields; where others vary too, the lowest. Cells without a point stay empty."""
     columns, rows = _values(losses, across), _values(losses, down)
     cells = [[math.nan] * len(columns) for _ in rows]
     for point, numbers in losses.items():
         values, mean = dict(point), statistics.fmean(numbers)
         i, j = rows.index(values[down]), columns.index(values[across])
-        if math.isfinite(mean) and not cells[i][j] <= mean:
-            cells[i][j] = mean
+        cells[i][j] = mean if math.isnan(cells[i][j]) else min(mean, cells[i][j])
     axes = figure.add_subplot()
-    image = axes.imshow(cells, cmap="viridis_r", aspect="auto")
     finite = [cell for row in cells for cell in row if math.isfinite(cell)]
-    middle = (min(finite) + max(finite)) / 2 if finite else 0.0
+    image = axes.imshow(
+        [[c if math.isfinite(c) else math.nan for c in row] for row in cells], "viridis_r", aspect="auto"
+    )
     for i, row in enumerate(cells):
         for j, cell in enumerate(row):
-            colour = "white" if math.isfinite(cell) and cell > middle else INK
-            axes.text(j, i, f"{cell:.4f}" if math.isfinite(cell) else "none", ha="center", va="center", color=colour)
+            dark = math.isfinite(cell) and cell > (min(finite) + max(finite)) / 2
+            label = "" if math.isnan(cell) else _loss(cell)
+            axes.text(j, i, label, ha="center", va="center", color="white" if dark else INK)
     axes.set_xticks(range(len(columns)), list(map(sweep_plan.text, columns)))
     axes.set_yticks(range(len(rows)), list(map(sweep_plan.text, rows)))
     axes.set_xlabel(across)
     axes.set_ylabel(down)
     axes.grid(False)
-    figure.colorbar(image, label="nats per target")
+    others = any(name not in (across, down) and len(_values(losses, name)) > 1 for point in losses for name, _ in point)
+    figure.colorbar(image, label="nats per target" + (", lowest over the other fields" if others else ""))
 
 
 def _values(points: Mapping[Values, Any], field: str) -> list[Any]:

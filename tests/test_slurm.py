@@ -446,3 +446,58 @@ def test_no_merge_after_a_failed_slice(cluster, submit, stub, tmp_path):
     submit("--slices=2", "prepare", "--source=mini", f"--out={tmp_path / 'cache'}", LLAMA_JAX_PYTHON=python)
     cluster.drain()
     assert ended(cluster) == {"100_0": ("COMPLETED", 0, 0), "100_1": ("FAILED", 3, 0), "102": ("CANCELLED", None, 0)}
+
+
+# Sweeps as arrays.
+
+
+def test_a_sweep_is_an_array_a_stage(cluster, submit, tmp_path):
+    """Two stages and the table, each after the one before; a task near its limit saves, and is requeued alone."""
+    base = {"config": "configs/smoke.py"}
+    stages = [
+        {"name": "small", **base, "grid": {"optimizer.lr": [0.003, 0.01]}},
+        {"name": "wide", **base, "best": 1, "settings": {"model.width": 96}},
+    ]
+    content = {"name": "two", "stages": stages}
+    (tmp_path / "my sweep.py").write_text(f"def get_sweep():\n    return {content!r}\n")
+    (tmp_path / "losses.json").write_text(json.dumps({"small/lr_0.01-seed_42": 3.25, "wide/lr_0.01-seed_42": 3.0}))
+    python = tmp_path / "python"
+    fake = shlex.join([sys.executable, str(ROOT / "tests/fakes/sweep.py")])
+    python.write_text(f'#!/usr/bin/env bash\n[[ "$1" == scripts/sweep.py ]] || exit 9\nshift\nexec {fake} "$@"\n')
+    python.chmod(0o755)
+    variables = {
+        "LLAMA_JAX_PYTHON": python,
+        "FAKE_LOSSES": tmp_path / "losses.json",
+        "FAKE_STARTS": tmp_path / "starts",
+    }
+    words = (f"--sweep={tmp_path / 'my sweep.py'}", f"--out={tmp_path / 'out'}")
+    said = submit("--gpus=2", "--at-once=4", "sweep", *words, FAKE_STEP_S="0.2", **variables).stdout
+    assert [line.split(";")[0] for line in said.splitlines()] == [
+        "slurm: job 100: stage small, 2 runs",
+        "slurm: job 102: stage wide, 1 runs",
+        "slurm: job 103: the table",
+    ]
+    options = [job["options"] for job in cluster.jobs()]
+    assert [part.get("dependency") for part in options] == [None, None, "afterok:100", "afterok:102"]
+    assert [part.get("array") for part in options] == ["0-1%4", "0-1%4", "0-0%4", None]
+    assert [part.get("gres") for part in options] == ["gpu:2"] * 3 + [None]
+    warned = []
+
+    def watch(node):
+        if node.job["name"] == "100_1" and not warned and (tmp_path / "starts").exists():
+            warned.append(node.raw)
+            node.warn()
+
+    cluster.drain(watch)
+    done = ("COMPLETED", 0, 0)
+    assert ended(cluster) == {"100_0": done, "100_1": ("COMPLETED", 0, 1), "102_0": done, "103": done}
+    starts = [line.split(" on ")[0] for line in (tmp_path / "starts").read_text().splitlines()]
+    assert starts == [*["small/lr_0.01-seed_42"] * 2, "small/lr_0.003-seed_42", "wide/lr_0.01-seed_42"]
+    text = (tmp_path / "out" / "slurm-100_1.log").read_text()
+    assert "SIGTERM received" not in text and "SIGUSR1 received: the runs have saved" in text
+    assert "| 1 | 0.01 | 3.2500 | promoted |" in (tmp_path / "out" / "slurm-103.log").read_text()
+
+
+def test_a_bad_sweep_is_not_submitted(cluster, submit, tmp_path):
+    ended = submit("sweep", "--config=configs/smoke.py", "--grid=optimizer.lr=-1", f"--out={tmp_path / 'out'}", code=2)
+    assert ended.stderr.startswith("error: optimizer.lr = -1.0 is not a number") and cluster.jobs() == []

@@ -1,4 +1,4 @@
-"""scripts/sweep.py: the rule that promotes, tables against numbers by hand, refusals, kills; tiny campaigns for real."""
+"""scripts/sweep.py: the rule that promotes, tables against numbers by hand, refusals, kills; one campaign for real."""
 
 import csv
 import io
@@ -15,15 +15,11 @@ import numpy as np
 import pytest
 
 from llama_jax import config as configs
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, Preempted
 from scripts import sweep, sweep_plan, sweep_runs
 
 ROOT = harness.ROOT
 TRAINER = ROOT / "tests" / "fakes" / "trainer.py"
-FAKED = (
-    "import sys; from scripts import sweep; "
-    f"sweep.TRAIN = (sys.executable, {str(TRAINER)!r}); sys.exit(sweep.main(sys.argv[1:]))"
-)
 ARCHIVED = "configs/sweeps/c4_three_stage.py"
 
 
@@ -100,9 +96,7 @@ LOSSES = {  # by hand; stage 20m has three equal losses, two of them at the lowe
 def test_promotions_and_tables_by_hand(fake, tmp_path):
     out = tmp_path / "my campaign"
     said, _, starts = fake(f"--sweep={ARCHIVED}", f"--out={out}", "--at-once=2", losses=LOSSES)
-    assert [line.split(" on ")[0] for line in starts].sort() is None and sorted(starts) == sorted(
-        f"{n} on None" for n in LOSSES
-    )
+    assert sorted(starts) == sorted(f"{name} on None" for name in LOSSES)
     assert (
         said.count("stage 20m: 6 runs, 2 at once")
         == said.count("stage 50m: 4 runs")
@@ -142,7 +136,7 @@ def test_promotions_and_tables_by_hand(fake, tmp_path):
         f"{name}.{form}" for name in ("heat-20m", "heat-50m", "heat-90m", "response") for form in ("png", "svg")
     ]
     svg = (out / "figures" / "heat-20m.svg").read_text()
-    assert all(text in svg for text in (">3.7000<", ">none<", ">optimizer.lr<", ">optimizer.weight_decay<"))
+    assert all(text in svg for text in (">3.7000<", ">diverged<", ">optimizer.lr<", ">optimizer.weight_decay<"))
     # Once more: nothing is done again, and nothing changes.
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".png"}
     _, _, starts = fake(f"--sweep={ARCHIVED}", f"--out={out}", losses=LOSSES)
@@ -150,7 +144,7 @@ def test_promotions_and_tables_by_hand(fake, tmp_path):
 
 
 def test_means_and_deviations_over_seeds(fake, tmp_path):
-    """A grid from the command line, three seeds: NumPy's mean and sample standard deviation, and the rank by the mean."""
+    """A grid from the command line, three seeds: NumPy's mean and sample standard deviation, ranked by the mean."""
     losses = {0.003: [4.1, 4.3, 4.2], 0.01: [4.0, 4.0, 4.9], 0.03: [4.0, 4.0, "diverged"]}
     table = {
         f"grid/lr_{lr}-seed_{seed}": loss
@@ -203,10 +197,13 @@ BAD = [
     ({"name": "x", "stages": [STAGE, {**NEXT, "grid": STAGE["grid"]}]}, "was swept in an earlier stage"),
     ({"name": "x", "stages": [STAGE, {**NEXT, "name": "a"}]}, "two stages have one name"),
     ({"name": "x", "stages": [STAGE], "ties": ["optimizer.beta2"]}, "optimizer.beta2 is not swept"),
-    ({"name": "x", "stages": [STAGE, {**NEXT, "settings": {"optimizer.beta2": 0.9}}]}, "stages a and b differ in .*: optimizer.beta2: 0.98 -> 0.9"),
-    ({"name": "x", "stages": [STAGE, {**NEXT, "settings": {"data.path": "d"}}]}, "stages a and b differ in .*data.path"),
+    (
+        {"name": "x", "stages": [STAGE, {**NEXT, "settings": {"optimizer.beta2": 0.9}}]},
+        "stages a and b differ in .*: optimizer.beta2: 0.98 -> 0.9",
+    ),
+    ({"name": "x", "stages": [STAGE, {**NEXT, "settings": {"data.path": "d"}}]}, "stages a and b differ .*data.path"),
     ({"name": "x", "stages": [STAGE], "settings": {"evaluation.full_at_end": False}}, "full_at_end must be True"),
-    ({"name": "x", "stages": [STAGE], "settings": {"training.microbatch": 5}}, "stage a, lr_0.01-seed_42: training.microbatch = 5"),
+    ({"name": "x", "stages": [STAGE], "settings": {"training.microbatch": 5}}, "stage a, lr_0.01-seed_42: training.mi"),
 ]  # fmt: skip
 
 
@@ -360,3 +357,123 @@ def test_tasks_of_an_array_do_one_run_each(fake, tmp_path):
     assert folder == str(tmp_path / "out/wide/lr_0.01-beta2_0.99-seed_2") and not Path(folder).exists()
     _, _, starts = fake(*words, "--stage=2", "--task=4", losses=losses)
     assert starts == ["wide/lr_0.01-beta2_0.99-seed_2 on None"] and Path(folder).exists()
+
+
+# Signals and kills.
+
+
+def test_a_second_signal_ends_the_runs_at_once(tmp_path):
+    """The process saves for ever after the first; the second one ends it, as it does a training run."""
+    script = "trap 'trap - TERM' TERM; echo ready; while :; do sleep 0.02; done"
+    job = sweep_runs.Job("a", tmp_path / "a", ("bash", "-c", script))
+    stop = sweep_runs.Stop()
+    stop.number = signal.SIGTERM
+
+    class Impatient:
+        def show(self, running, last=False):
+            console = tmp_path / "a" / "console.log"
+            if stop.count < 2 and console.exists() and console.read_text():
+                stop.count += 1
+                time.sleep(0.1)
+
+    with open(os.devnull) as null, pytest.raises(Preempted, match="SIGTERM received"):
+        sweep_runs.run_all([job], [None], null.fileno(), stop, Impatient())
+    assert stop.count == 2
+
+
+def processes(mark):
+    """Ids of the processes that have a text among their variables."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+UPDATES = {
+    "a": 10,
+    "b": 11,
+    "c": 10,
+}  # a wider model has longer virtual epochs, and so other short updates at their ends
+
+
+def test_a_campaign_killed_twice(tmp_path):
+    """Three stages of real training, five runs. SIGTERM in stage a: the run saves. SIGKILL in stage b: the run saves by
+    itself, and the next start waits for it. Then promotions by hand, and an interrupted run against an unbroken one.
+    """
+    commands, out = harness.Commands(tmp_path), tmp_path / "campaign"
+    base = str(commands.save(harness.tiny()))
+    stages = [
+        {"name": "a", "config": base, "grid": {"optimizer.lr": [0.003, 0.03]}},
+        {
+            "name": "b",
+            "config": base,
+            "best": 1,
+            "settings": {"model.ffn": 48},
+            "grid": {"optimizer.beta2": [0.8, 0.98]},
+        },
+        {"name": "c", "config": base, "best": 1, "settings": {"model.ffn": 96}},
+    ]
+    content = {"name": "tiny", "seeds": [7], "ties": ["optimizer.lr", "optimizer.beta2"], "stages": stages}
+    (tmp_path / "tiny.py").write_text(f"def get_sweep():\n    return {content!r}\n")
+    words = [sys.executable, "scripts/sweep.py", f"--sweep={tmp_path / 'tiny.py'}", f"--out={out}"]
+
+    def start(fault=None):
+        """A start of the campaign; with a fault also the id of the run that it has stopped."""
+        variables, fired = commands.environment(fault)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(words, cwd=ROOT, env=variables, stdout=pipe, stderr=pipe, text=True)
+        if not fault:
+            return process, None
+        end = time.monotonic() + 200
+        while not fired.exists():
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        assert fired.read_text().split() == [fault]
+        (stopped,) = set(processes(f"LLAMA_JAX_TEST_FAULT_FIRED={fired}")) - {process.pid}
+        return process, stopped
+
+    process, stopped = start("stop@step:4")
+    process.terminate()
+    time.sleep(0.5)  # the run gets its SIGTERM while it is stopped
+    os.kill(stopped, signal.SIGCONT)
+    said, error = process.communicate(timeout=120)
+    assert process.returncode == 75, error
+    assert error == "error: SIGTERM received: the runs have saved, the same command continues\n"
+    names = ["a/lr_0.003-seed_7", "a/lr_0.03-seed_7"]
+    assert harness.kept(out / names[0])[-1][1] == "recovery" and f"{names[0]}  stopped at update " in said
+
+    process, stopped = start("stop@step:11")  # only runs of stage b have so many
+    process.kill()
+    process.communicate(timeout=60)
+    process, _ = start()
+    time.sleep(2)
+    os.kill(stopped, signal.SIGCONT)
+    said, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+    assert error in ("", f"warning: {out} is in use: waiting for the runs of an earlier sweep\n")
+
+    def losses(names):
+        return {name: json.loads((out / name / "result.json").read_text())["validation_loss"] for name in names}
+
+    found = losses(names)
+    assert found[names[0]] != found[names[1]]
+    best = min(found, key=found.get).removeprefix("a/").removesuffix("-seed_7")
+    names = [f"b/{best}-beta2_0.8-seed_7", f"b/{best}-beta2_0.98-seed_7"]
+    assert sorted(f"b/{path.name}" for path in (out / "b").iterdir()) == names
+    found = losses(names)
+    assert found[names[0]] != found[names[1]]
+    last = min(found, key=found.get).replace("b/", "c/")
+    assert [f"c/{path.name}" for path in (out / "c").iterdir()] == [last]
+    starts = {}
+    for name in ("a/lr_0.003-seed_7", "a/lr_0.03-seed_7", *names, last):
+        assert [line["update"] for line in harness.lines(out / name, "train")] == list(range(1, UPDATES[name[0]] + 1))
+        starts[name] = len(harness.strict((out / name / "environment.json").read_text())["starts"])
+    assert list(starts.values()) == [2, 1, 2, 1, 1]
+    assert f"| {losses([last])[last]:.4f} |" in (out / "table.md").read_text()
+    config = configs.from_dict(json.loads((out / names[0] / "config.json").read_text())["config"])
+    harness.run(config, tmp_path / "unbroken")
+    assert harness.outcome(out / names[0]) == harness.outcome(tmp_path / "unbroken")
