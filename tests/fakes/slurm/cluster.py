@@ -38,8 +38,9 @@ class Cluster:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def jobs(self):
-        """All jobs and tasks, in the order of submission."""
-        return [json.loads(path.read_text()) for path in sorted((self.folder / "jobs").glob("*.json"))]
+        """All jobs and tasks, in the order in which they run."""
+        found = [json.loads(path.read_text()) for path in (self.folder / "jobs").glob("*.json")]
+        return sorted(found, key=lambda job: (job["array"] or job["raw"], job["task"] or 0))
 
     def job(self, raw):
         return json.loads((self.folder / "jobs" / f"{raw:06d}.json").read_text())
@@ -252,7 +253,10 @@ def scontrol():
     if not jobs:
         sys.exit(f"Invalid job id specified for job {name}")
     for job in jobs:
-        here().put(job, state="REQUEUED" if job["state"] == "RUNNING" else "PENDING")
+        if job["state"] == "RUNNING":
+            here().put(job, state="REQUEUED")
+        else:
+            here().put(job, state="PENDING", restarts=job["restarts"] + 1)
 
 
 def squeue():
