@@ -141,7 +141,7 @@ def check_run(sweep: Sweep, stage: int, point: Values, seed: int, folder: Path) 
 def run(sweep: Sweep, out: Path, devices: Sequence[str | None], only: tuple[int, int] | None = None) -> None:
     """Does every stage, or one run (stage, task) of an array's. Raises the errors of its runs and of signals."""
     check_folder(sweep, out)
-    with sweep_runs.Stop() as stop, sweep_runs.locked(out, only is not None) as lock:
+    with sweep_runs.Stop() as stop, sweep_runs.locked(out, only is not None, stop) as lock:
         for stage in range(len(sweep.stages)) if only is None else [only[0]]:
             points = points_of(sweep, stage, out)
             for point in points:

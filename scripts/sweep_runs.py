@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -173,10 +173,11 @@ def latest(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(out: Path, shared: bool, wait_s: float = 120.0, say: Callable[[str], None] = errors.warn) -> Iterator[int]:
+def locked(out: Path, shared: bool, stop: Stop, wait_s: float = 120.0) -> Iterator[int]:
     """The lock of a sweep's folder as a descriptor, which its runs inherit; tasks of an array share it.
 
-    Runs that a killed sweep has left still save for a moment: waits for them. CheckpointError when they don't end.
+    Runs that a killed sweep has left still save for a moment: waits for them. CheckpointError when they don't end, and
+    the error of a signal.
     """
     descriptor = os.open(out / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     end, said = time.monotonic() + wait_s, False
@@ -188,8 +189,10 @@ def locked(out: Path, shared: bool, wait_s: float = 120.0, say: Callable[[str], 
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise CheckpointError(f"{out} is in use by another sweep, or its runs; wait for them") from None
+                if stop.count:
+                    raise stop.error() from None
                 if not said:
-                    say(f"{out} is in use: waiting for the runs of an earlier sweep")
+                    errors.warn(f"{out} is in use: waiting for the runs of an earlier sweep")
                     said = True
                 time.sleep(POLL_S)
         yield descriptor

@@ -16,7 +16,7 @@ import pytest
 from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import config as configs
-from llama_jax.errors import ConfigError, Preempted
+from llama_jax.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from scripts import sweep, sweep_plan, sweep_runs
 
 ROOT = harness.ROOT
@@ -380,6 +380,24 @@ def test_a_second_signal_ends_the_runs_at_once(tmp_path):
     with open(os.devnull) as null, pytest.raises(Preempted, match="SIGTERM received"):
         sweep_runs.run_all([job], [None], null.fileno(), stop, Impatient())
     assert stop.count == 2
+
+
+def test_a_folder_in_use_is_waited_for(tmp_path, monkeypatch, capsys):
+    """Tasks of an array share it; a whole sweep excludes them and others, and a signal ends the wait."""
+    monkeypatch.setattr(sweep_runs, "POLL_S", 0.01)
+    stop = sweep_runs.Stop()
+    with sweep_runs.locked(tmp_path, True, stop), sweep_runs.locked(tmp_path, True, stop):
+        with (
+            pytest.raises(CheckpointError, match="in use by another sweep"),
+            sweep_runs.locked(tmp_path, False, stop, 0.1),
+        ):
+            pass
+        stop.count, stop.number = 1, signal.SIGINT
+        with pytest.raises(Interrupted, match="SIGINT received"), sweep_runs.locked(tmp_path, False, stop):
+            pass
+    with sweep_runs.locked(tmp_path, False, stop, 0):
+        pass
+    assert capsys.readouterr().err.count("waiting for the runs of an earlier sweep") == 1
 
 
 def processes(mark):

@@ -2,10 +2,10 @@
 
     python scripts/sweep.py --sweep=configs/sweeps/c4_three_stage.py --out=runs/sweeps/c4_three_stage
 
-20M: six pairs of learning rate and decay. 50M: the best two with two values of beta2. 90M: the best two of these. All
-runs: 20 targets per parameter, 32,768 targets an update, warm-up over 5 % of the budget, cosine to 10 %, beta1 0.9, clip
-1.0, seed 42. The loss of the last checkpoint on the full validation split promotes; exact ties go to the lower learning
-rate, then decay, then beta2. One seed: that shows no robustness over seeds.
+20M: six pairs of learning rate and decay. 50M: the best two with two values of beta2. 90M: the best two of these.
+All runs: 20 targets per parameter, 32,768 targets an update, warm-up over 5 % of the budget, cosine to 10 %, beta1 0.9,
+clip 1.0, seed 42. The loss of the last checkpoint on the full validation split promotes; exact ties go to the lower
+learning rate, then decay, then beta2. One seed: that shows no robustness over seeds.
 """
 
 
