@@ -9,9 +9,8 @@ The rows are read in their order, once; every row has 8,192 inputs and 8,191 tar
 across the conversations in it. Optimizer and schedule are those of the reference recipe. There is no evaluation unless
 data.validation_rows holds rows out.
 
-An update of 1,048,576 tokens is 128 microbatches of a row. Blocks are recomputed in the backward pass, so that little
-memory is needed beside parameters, moments and gradients in float32 (16 bytes a parameter, 20 GB at 1.24 billion).
-Where there is more, a larger microbatch or model.remat=False is faster and changes rounding only.
+An update of 1,048,576 tokens is 128 microbatches of a row. Blocks are recomputed in the backward pass, which saves
+memory; a larger device may hold a larger microbatch, or all of model.remat=False: both change rounding only.
 """
 
 from llama_jax.config import default

@@ -33,8 +33,7 @@ def commands(heading):
     """The commands of the first code block below a heading; a line that ends in a backslash goes on in the next."""
     text = README.read_text(encoding="utf-8")
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        pytest.skip(f"{README} has no section {heading}")
+    assert found, f"{README} has no section {heading}"
     block = re.search(r"((?:^    .*\n)+)", found[1], re.MULTILINE)[1]
     lines = re.sub(r"\\\n\s+", "", block).splitlines()
     return [line.strip() for line in lines]
