@@ -187,9 +187,9 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see python -m llama_jax.generate --help")
 
 
-def default_numerics() -> Numerics:
-    """float32 on the CPU, bfloat16 on accelerators; XLA's attention, which runs everywhere."""
-    compute = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+def default_numerics(device: runtime.Device | None = None) -> Numerics:
+    """XLA's attention, which runs everywhere, in what `auto` computes in on a device; None: the present one."""
+    compute = jnp.dtype("float32" if runtime.bfloat16_obstacle(device or runtime.present()) else "bfloat16")
     return Numerics(compute, compute, "xla", "plain", own_gradients=False)
 
 

@@ -62,23 +62,28 @@ def batches(rows_of: Callable[[np.ndarray], np.ndarray], indices: np.ndarray, si
         yield rows_of(indices[start : start + size])
 
 
+def make_losses(config: Any, numerics: model.Numerics, mesh: Mesh) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The compiled function (parameter row [P], token ids [B, S]) -> summed loss of each sequence in nats [B]."""
+    layout = arena.make_layout(config.model)
+    frozen = FrozenConfigDict(config.model)
+
+    def losses(row_P, tokens_BS):
+        params = {name: tensor[0] for name, tensor in arena.views(row_P[None], layout).items()}
+        return loss.sequence_losses(frozen, numerics, params, tokens_BS.astype(jnp.int32))
+
+    return jax.jit(
+        jax.shard_map(losses, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec("data"), check_vma=False)
+    )
+
+
 def make_evaluator(config: Any, numerics: model.Numerics, mesh: Mesh) -> Evaluator:
     """A function (parameter row [P], batches of rows [<= B, S]) -> Loss, compiled for B = evaluation.batch_sequences.
 
     The last batch is padded with rows that don't count. Sequence sums leave the device and are added in FP64.
     """
     size = config.evaluation.batch_sequences
-    layout = arena.make_layout(config.model)
-    frozen = FrozenConfigDict(config.model)
     place = NamedSharding(mesh, Spec("data"))
-
-    def losses(row_P, tokens_BS):
-        params = {name: tensor[0] for name, tensor in arena.views(row_P[None], layout).items()}
-        return loss.sequence_losses(frozen, numerics, params, tokens_BS.astype(jnp.int32))
-
-    compiled = jax.jit(
-        jax.shard_map(losses, mesh=mesh, in_specs=(Spec(), Spec("data")), out_specs=Spec("data"), check_vma=False)
-    )
+    compiled = make_losses(config, numerics, mesh)
 
     def evaluate(row_P: jax.Array, rows: Iterable[np.ndarray]) -> Loss:
         row_P = jax.device_put(row_P, NamedSharding(mesh, Spec()))

@@ -14,6 +14,7 @@ from harness import tiny
 
 from llama_jax import runtime
 from llama_jax.errors import ConfigError, DeviceError
+from llama_jax.runtime import Device
 
 
 @pytest.fixture
@@ -78,6 +79,7 @@ def test_deterministic_takes_the_plain_twins():
 
 
 def gpu(capability="9.0", version="CUDA 13000"):
+    """What JAX shows of a GPU."""
     return SimpleNamespace(
         platform="gpu",
         device_kind="Test GPU",
@@ -86,24 +88,81 @@ def gpu(capability="9.0", version="CUDA 13000"):
     )
 
 
+CPU, TPU, T4 = Device("cpu", "cpu"), Device("tpu", "TPU v5 lite"), Device("gpu", "Tesla T4", (7, 5))
+AMPERE, HOPPER, BLACKWELL = (Device("gpu", "Test GPU", (number, 0)) for number in (8, 9, 10))
+ROCM = Device("gpu", "gfx90a")
+WIDE = {"model__width": 64, "model__heads": 1, "model__vocab_size": 512}  # sizes that have row kernels
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "attention", "kernels"),
+    [
+        (CPU, "float32", "xla", "xla"),
+        (TPU, "bfloat16", "xla", "xla"),
+        (T4, "float32", "xla", "xla"),
+        (AMPERE, "bfloat16", "cudnn", "xla"),
+        (HOPPER, "bfloat16", "cudnn", "mosaic"),
+        (BLACKWELL, "bfloat16", "cudnn", "xla"),
+        (ROCM, "bfloat16", "xla", "xla"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Device) else None,
+)
+def test_what_auto_becomes(device, compute, attention, kernels):
+    expected = {"compute_dtype": compute, "residual_dtype": compute, "attention": attention, "head": "chunked"}
+    choices, reasons = runtime.choose(tiny(**WIDE), device)
+    assert choices == {**expected, "kernels": kernels, "gate": "xla"}
+    fastest = {"compute_dtype": "bfloat16", "attention": "cudnn", "kernels": "mosaic"}
+    slower = {field for field, value in fastest.items() if choices[field] != value}
+    assert reasons.keys() == slower | ({"gate"} if kernels == "mosaic" else set())  # the tiny context has none
+    plain, _ = runtime.choose(tiny(**WIDE, runtime__deterministic=True), device)
+    assert plain == {**expected, "attention": "reference", "head": "plain", "kernels": "xla", "gate": "xla"}
+
+
+def test_reasons_name_the_device():
+    assert runtime.choose(tiny(**WIDE), T4)[1] == {
+        "compute_dtype": "Tesla T4 has compute capability 7.5, and below 8.0 bfloat16 only rounds",
+        "attention": "Tesla T4 has compute capability 7.5, 8.0 is needed",
+        "kernels": "the device is Tesla T4, not a Hopper GPU",
+    }
+    assert runtime.choose(tiny(**WIDE, model__compute_dtype="bfloat16"), T4)[0]["compute_dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match=r"cudnn can't run here: Tesla T4 has .* 7\.5, 8\.0 is needed"):
+        runtime.choose(tiny(model__attention="cudnn"), T4)
+
+
+def test_the_present_device(monkeypatch):
+    assert runtime.present() == Device("cpu", jax.devices()[0].device_kind)
+    for device, expected in (
+        (gpu("7.5"), Device("gpu", "Test GPU", (7, 5))),
+        (gpu("10.3"), Device("gpu", "Test GPU", (10, 3))),
+        (gpu("gfx90a", "rocm 7"), Device("gpu", "Test GPU")),
+        (SimpleNamespace(platform="tpu", device_kind="TPU v4"), Device("tpu", "TPU v4")),
+    ):
+        monkeypatch.setattr(jax, "devices", lambda device=device: [device])
+        assert runtime.present() == expected
+        assert runtime.compiler_options() == runtime.compiler_options(expected.platform)
+    assert runtime.compiler_options("gpu")["xla_gpu_enable_triton_gemm"] is False
+    assert runtime.compiler_options("tpu") is None
+
+
 @pytest.mark.parametrize(
     ("device", "compute", "head_size", "reason"),
     [
-        (gpu(), "bfloat16", 64, None),
-        (gpu(), "bfloat16", 256, None),
-        (gpu("10.0"), "bfloat16", 256, None),
-        (gpu("8.0"), "bfloat16", 128, None),
-        (gpu("8.0"), "bfloat16", 256, "head size 256 isn't a multiple of 8 up to 128"),
-        (gpu(), "bfloat16", 264, "head size 264 isn't a multiple of 8 up to 256"),
-        (gpu(), "bfloat16", 20, "head size 20 isn't a multiple of 8"),
-        (gpu(), "float32", 64, "model.compute_dtype is float32, bfloat16 is needed"),
-        (gpu("7.5"), "bfloat16", 64, "has compute capability 7.5, 8.0 is needed"),
-        (gpu(version="rocm 7"), "bfloat16", 64, "not an NVIDIA GPU"),
-        (None, "bfloat16", 64, "not an NVIDIA GPU"),
+        (HOPPER, "bfloat16", 64, None),
+        (HOPPER, "bfloat16", 256, None),
+        (BLACKWELL, "bfloat16", 256, None),
+        (AMPERE, "bfloat16", 128, None),
+        (AMPERE, "bfloat16", 256, "head size 256 isn't a multiple of 8 up to 128"),
+        (HOPPER, "bfloat16", 264, "head size 264 isn't a multiple of 8 up to 256"),
+        (HOPPER, "bfloat16", 20, "head size 20 isn't a multiple of 8"),
+        (HOPPER, "float32", 64, "model.compute_dtype is float32, bfloat16 is needed"),
+        (T4, "bfloat16", 64, "has compute capability 7.5, 8.0 is needed"),
+        (ROCM, "bfloat16", 64, "not an NVIDIA GPU"),
+        (TPU, "bfloat16", 64, "not an NVIDIA GPU"),
+        (CPU, "bfloat16", 64, "not an NVIDIA GPU"),
     ],
 )
 def test_when_cudnn_attention_can_run(device, compute, head_size, reason):
-    found = runtime._cudnn_obstacle(device or jax.devices()[0], compute, head_size)
+    found = runtime._cudnn_obstacle(device, compute, head_size)
     assert (found is None) == (reason is None) and (reason or "") in (found or "")
 
 
@@ -119,9 +178,6 @@ def test_auto_on_a_gpu_takes_cudnn_only_where_it_runs(monkeypatch):
     }
     assert runtime.resolve(tiny(model__compute_dtype="float32"))[1]["attention"] == "xla"
     assert runtime.resolve(tiny(model__attention="xla"))[1]["attention"] == "xla"
-
-
-WIDE = {"model__width": 64, "model__heads": 1, "model__vocab_size": 512}
 
 
 def test_mosaic_kernels_are_taken_on_hopper_alone(monkeypatch):
@@ -215,12 +271,25 @@ def test_a_user_without_a_home_compiles_without_a_cache(environment, monkeypatch
         raise RuntimeError("Could not determine home directory.")
 
     before = jax.config.jax_compilation_cache_dir
-    device = SimpleNamespace(platform="gpu", device_kind="a GPU")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    monkeypatch.setattr(runtime, "SLOW_SCATTER", ())
     monkeypatch.setattr(runtime.Path, "home", homeless)
     runtime.prepare(tiny())
     assert "Could not determine home directory.; compiling without a cache" in capsys.readouterr().err
     assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_jax_with_the_slow_scatter_is_named_on_nvidia_alone(environment, monkeypatch, capsys, tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(runtime, "SLOW_SCATTER", (jax.__version__,))
+    runtime.prepare(tiny())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(jax, "devices", lambda: [gpu()])
+    try:
+        runtime.prepare(tiny(runtime__compile_cache=str(tmp_path)))
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert f"JAX {jax.__version__} has a slow scatter-add on NVIDIA GPUs" in capsys.readouterr().err
 
 
 def test_errors_of_the_device_get_advice():
