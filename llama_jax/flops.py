@@ -4,6 +4,7 @@ Letters: V vocabulary, D width, F feed-forward width, H query heads, d head size
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 # Dense bf16 peak FLOP/s (never the doubled "with sparsity" figure of the data sheets) by a part of jax's device_kind,
@@ -28,14 +29,32 @@ PEAK_FLOPS = (
 )
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Dense bf16 peak of one device in FLOP/s, or None where it isn't known (then no MFU is shown)."""
-    for part, peak in PEAK_FLOPS:
+# Compute capability of NVIDIA GPUs (NVIDIA's list of CUDA GPUs), for what is asked about a device that isn't there.
+CAPABILITY = (
+    ("GH200", (9, 0)),
+    ("H200", (9, 0)),
+    ("H100", (9, 0)),
+    ("B200", (10, 0)),
+    ("A100", (8, 0)),
+    ("L4", (8, 9)),
+    ("T4", (7, 5)),
+    ("V100", (7, 0)),
+)
+
+
+def of_kind(table: Sequence[tuple[str, Any]], device_kind: str) -> Any:
+    """The entry of a table for a device kind, or None."""
+    for part, value in table:
         # "L4" must not match "L40S": the part has to end at a word's end.
         position = device_kind.find(part)
         if position >= 0 and not device_kind[position + len(part) :][:1].isdigit():
-            return peak
+            return value
     return None
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 peak of one device in FLOP/s, or None where it isn't known (then no MFU is shown)."""
+    return of_kind(PEAK_FLOPS, device_kind)
 
 
 def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:

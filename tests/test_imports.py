@@ -20,7 +20,7 @@ LAYERS = [
     ["hf_files"],
     ["hf_config"],
     ["config", "shards", "synthetic", "integrity", "tokenizer", "rows"],
-    ["sft_source"],
+    ["sft_source", "memory"],
     ["kernels", "gate"],
     ["ops"],
     ["model", "arena", "topology", "consensus", "data"],
