@@ -4,16 +4,20 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: bash scripts/setup.sh [--cpu | --cuda12 | --cuda13 | --tpu] [--dev]
+usage: bash scripts/setup.sh [--cpu | --cuda12 | --cuda13 | --tpu] [--jax=VERSION] [--dev]
 
   --cpu      JAX for the CPU (default)
   --cuda12   JAX for NVIDIA GPUs with CUDA 12; needs Python 3.12 or newer
   --cuda13   JAX for NVIDIA GPUs with CUDA 13; needs Python 3.12 or newer
   --tpu      JAX for Cloud TPUs
+  --jax=V    this version of JAX with the newest of everything else, instead of the tested versions in constraints/
   --dev      also what the tests and checks need
 
+On NVIDIA GPUs JAX 0.10.2 and 0.11.0 are refused: their float32 scatter-add, which the gradient of the embedding needs,
+is a slow loop. 0.10.2 is the newest JAX for Python 3.11, hence Python 3.12.
+
 environment:
-  PYTHON     the Python to use (default: the first suitable one found)
+  PYTHON     the Python to use (default: the first suitable one found, one with tested versions before others)
   VENV       the folder of the environment (default: .venv in the checkout)
 TEXT
 }
@@ -23,7 +27,7 @@ fail() {
   exit 2
 }
 
-device="" dev=0
+device="" dev=0 jax=""
 for argument in "$@"; do
   case "$argument" in
     --cpu | --cuda12 | --cuda13 | --tpu)
@@ -31,6 +35,10 @@ for argument in "$@"; do
       device="${argument#--}"
       ;;
     --dev) dev=1 ;;
+    --jax=*)
+      jax="${argument#--jax=}"
+      [[ "$jax" =~ ^[0-9]+(\.[0-9]+)+$ ]] || fail "$argument: a version such as 0.11.2 is needed"
+      ;;
     -h | --help)
       usage
       exit 0
@@ -48,10 +56,16 @@ venv="${VENV:-.venv}"
 minor=11
 [[ "$device" == cuda* ]] && minor=12 # the newest JAX for Python 3.11 is excluded on NVIDIA
 
+slow_scatter() { [[ "$device" == cuda* && ("$1" == 0.10.2 || "$1" == 0.11.0) ]]; }
+refusal() { printf 'JAX %s has a slow scatter-add on NVIDIA GPUs, so not with --%s; take another version' "$1" "$device"; }
+slow_scatter "$jax" && fail "$(refusal "$jax")"
+
 suitable() { "$1" -c "import sys; sys.exit(sys.version_info < (3, $minor))" >/dev/null 2>&1; }
 
+short_version() { "$1" -c 'import sys; print("%d%d" % sys.version_info[:2])'; }
+
 find_python() {
-  local candidate
+  local candidate found=""
   if [[ -n "${PYTHON:-}" ]]; then
     suitable "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.$minor or newer that runs, which --$device needs"
     printf '%s\n' "$PYTHON"
@@ -59,11 +73,17 @@ find_python() {
   fi
   for candidate in python3 python3.12 python3.11 python3.13 python3.14 python \
     "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[1-9]*/bin/python; do
-    if suitable "$candidate"; then
+    suitable "$candidate" || continue
+    found="${found:-$candidate}"
+    if [[ -f "constraints/py$(short_version "$candidate").txt" ]]; then
       printf '%s\n' "$candidate"
       return
     fi
   done
+  if [[ -n "$found" ]]; then
+    printf '%s\n' "$found"
+    return
+  fi
   fail "--$device needs Python 3.$minor or newer and found none; install one, or name it: PYTHON=/path/to/python3"
 }
 
@@ -73,7 +93,7 @@ if [[ -x "$python" ]] && "$python" -m pip --version >/dev/null 2>&1; then
   suitable "$python" || fail "$venv holds $("$python" --version), --$device needs Python 3.$minor or newer: remove it or set VENV"
 else
   base="$(find_python)"
-  printf 'setup: making %s with %s\n' "$venv" "$("$base" --version)"
+  printf 'setup: making %s with %s (%s)\n' "$venv" "$("$base" --version)" "$(command -v -- "$base")"
   "$base" -m venv --clear -- "$venv" || fail "$base cannot make a virtual environment; on Debian: apt-get install python3-venv"
 fi
 
@@ -82,15 +102,21 @@ extras=(prepare report)
 [[ "$dev" == 0 ]] || extras+=(test)
 
 # The stamp says which extras were installed from which pyproject, constraints and checkout.
-version="$("$python" -c 'import sys; print("%d%d" % sys.version_info[:2])')"
+version="$(short_version "$python")"
 constraints="constraints/py$version.txt"
 inputs=(pyproject.toml)
-[[ -f "$constraints" ]] && inputs+=("$constraints")
-digest="$("$python" - "${inputs[@]}" <<'CODE'
+if [[ -n "$jax" ]]; then
+  constraints=""
+elif [[ -f "$constraints" ]]; then
+  inputs+=("$constraints")
+  pinned="$(sed -n 's/^jax==//p' -- "$constraints")"
+  slow_scatter "$pinned" && fail "$constraints: $(refusal "$pinned") with --jax=VERSION"
+fi
+digest="$("$python" - "$jax" "${inputs[@]}" <<'CODE'
 import hashlib, pathlib, sys
 
-state = hashlib.sha256(str(pathlib.Path.cwd()).encode())
-for name in sys.argv[1:]:
+state = hashlib.sha256(f"{pathlib.Path.cwd()}\n{sys.argv[1]}".encode())
+for name in sys.argv[2:]:
     state.update(pathlib.Path(name).read_bytes())
 print(state.hexdigest())
 CODE
@@ -120,7 +146,11 @@ fi
 
 target=".[$(IFS=,; printf '%s' "${extras[*]}")]"
 pins=()
-if [[ -f "$constraints" ]]; then
+if [[ -n "$jax" ]]; then
+  pins=("jax==$jax")
+  printf 'setup: installing llama_jax%s into %s with JAX %s and the newest of everything else\n' \
+    "${target#.}" "$venv" "$jax"
+elif [[ -f "$constraints" ]]; then
   pins=(--constraint "$constraints")
   printf 'setup: installing llama_jax%s into %s with the versions of %s\n' "${target#.}" "$venv" "$constraints"
 else
@@ -132,6 +162,8 @@ if ! "$python" -m pip install --progress-bar off "${pins[@]}" --editable "$targe
   tail -n 20 -- "$log" >&2
   fail "the installation failed; everything pip said is in $log"
 fi
+installed_jax="$("$python" -c 'from importlib.metadata import version; print(version("jax"))')"
+slow_scatter "$installed_jax" && fail "$(refusal "$installed_jax") with --jax=VERSION"
 printf '%s\n%s\n' "$digest" "${extras[*]}" >"$stamp.new"
 mv -- "$stamp.new" "$stamp"
-printf 'setup: done; use it with: source %s/bin/activate\n' "$venv"
+printf 'setup: done, JAX %s for %s; use it with: source %s/bin/activate\n' "$installed_jax" "$device" "$venv"

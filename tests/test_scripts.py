@@ -68,7 +68,7 @@ def test_quoting_check_can_fail():
     assert unquoted('cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."') == []
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh"])
+@pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "tpu_smoke.sh"])
 def test_usage(script):
     result = run("bash", ROOT / "scripts" / script, "--help")
     assert result.returncode == 0
@@ -94,6 +94,96 @@ def test_setup_refuses_what_cannot_work(tmp_path):
     assert result.returncode == 2
     assert "is no Python 3.12 or newer that runs, which --cuda13 needs" in result.stderr
     assert not (tmp_path / "v").exists()
+    result = run("bash", "scripts/setup.sh", "--jax=new", VENV=tmp_path / "v")
+    assert (result.returncode, result.stderr) == (2, "error: --jax=new: a version such as 0.11.2 is needed\n")
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
+@pytest.mark.parametrize("device", ["cuda12", "cuda13"])
+def test_setup_refuses_the_slow_scatter(version, device, tmp_path):
+    result = run("bash", "scripts/setup.sh", f"--{device}", f"--jax={version}", VENV=tmp_path / "v")
+    expected = f"error: JAX {version} has a slow scatter-add on NVIDIA GPUs, so not with --{device}; take another"
+    assert result.returncode == 2 and result.stderr.startswith(expected)
+    assert not (tmp_path / "v").exists()
+
+
+PYTHON = """#!/bin/sh
+# A Python that says that it is 3.{minor}, has JAX {jax}, makes environments of itself, and notes what pip is asked for.
+case "$*" in
+  *"%d%d"*) echo 3{minor}; exit ;;
+  *sys.version_info*) [ {minor} -ge "$(echo "$*" | sed 's/.*(3, \\([0-9]*\\)).*/\\1/')" ]; exit ;;
+  *importlib.metadata*) echo {jax}; exit ;;
+  --version) echo Python 3.{minor}.0; exit ;;
+  "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; exit ;;
+  "-m pip --version") exit ;;
+  "-m pip install"*) echo "$*" >> "{root}/pip.txt"; exit ;;
+esac
+exec "{real}" "$@"
+"""
+
+
+@pytest.fixture
+def pythons(checkout):
+    """A function that runs setup.sh where PATH has the given Pythons {name: (minor, JAX)} -> (result, pip's words)."""
+    shutil.rmtree(checkout / ".venv")
+    folder = checkout / "bin"
+    folder.mkdir()
+    for tool in ("dirname", "sed", "cat", "tail", "mv", "mkdir", "cp"):
+        (folder / tool).symlink_to(shutil.which(tool))
+
+    def setup(given, *arguments):
+        for name, (minor, jax) in given.items():
+            text = PYTHON.format(minor=minor, jax=jax, root=checkout, real=sys.executable)
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        bash = shutil.which("bash")
+        result = run(
+            bash, checkout / "scripts" / "setup.sh", *arguments, PATH=folder, HOME=checkout, PYENV_ROOT=checkout
+        )
+        noted = checkout / "pip.txt"
+        return result, noted.read_text() if noted.exists() else ""
+
+    return setup
+
+
+def test_setup_prefers_a_python_with_tested_versions(pythons):
+    result, words = pythons({"python3": (13, "0.12.0.1"), "python3.12": (12, "0.12.0.1")}, "--cuda13")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "making .venv with Python 3.12.0 (" in result.stdout and "/bin/python3.12)" in result.stdout
+    assert "--constraint constraints/py312.txt --editable .[prepare,report,cuda13]" in words
+    assert "setup: done, JAX 0.12.0.1 for cuda13; use it with" in result.stdout
+
+
+def test_setup_takes_what_there_is(pythons):
+    result, words = pythons({"python3": (13, "0.12.0.1"), "python3.11": (11, "0.10.2")}, "--cuda12")
+    assert result.returncode == 0 and "with Python 3.13.0" in result.stdout  # 3.11 has no JAX for CUDA
+    assert "no pinned versions for this Python" in result.stdout and "--constraint" not in words
+
+
+def test_setup_installs_the_version_asked_for(pythons):
+    result, words = pythons({"python3.12": (12, "0.11.2")}, "--cuda13", "--jax=0.11.2")
+    assert result.returncode == 0 and "with JAX 0.11.2 and the newest of everything else" in result.stdout
+    assert "jax==0.11.2 --editable" in words and "--constraint" not in words
+    result, _ = pythons({}, "--cuda13", "--jax=0.11.2")
+    assert "is up to date" in result.stdout
+    _, words = pythons({}, "--cuda13")
+    assert words.endswith("--constraint constraints/py312.txt --editable .[prepare,report,cuda13]\n")
+
+
+def test_setup_refuses_a_slow_scatter_that_is_pinned_or_came(pythons, checkout):
+    result, words = pythons({"python3.12": (12, "0.11.0")}, "--cuda13")
+    assert result.returncode == 2 and words
+    assert (
+        "error: JAX 0.11.0 has a slow scatter-add on NVIDIA GPUs, so not with --cuda13; take another" in result.stderr
+    )
+    assert not (checkout / ".venv" / "llama_jax.stamp").exists()
+    (checkout / "pip.txt").unlink()
+    pins = checkout / "constraints" / "py312.txt"
+    pins.write_text(re.sub(r"\njax==.*", "\njax==0.11.0", pins.read_text()))
+    result, words = pythons({}, "--cuda13")
+    assert result.returncode == 2 and not words
+    assert result.stderr.startswith("error: constraints/py312.txt: JAX 0.11.0 has a slow scatter-add")
+    assert pythons({}, "--cpu")[0].returncode == 0
 
 
 @pytest.fixture
