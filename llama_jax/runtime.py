@@ -157,7 +157,8 @@ def choose(config: Any, device: Device) -> tuple[dict[str, str], dict[str, str]]
             reasons[field] = obstacle
         return plain if deterministic else (slow if obstacle else fast)
 
-    cudnn_obstacle = _cudnn_obstacle(device, compute, config.derived.head_size)
+    obstacle = _cudnn_obstacle(device, compute, config.derived.head_size)
+    attention = pick("attention", "cudnn", "xla", "reference", obstacle)
     kernels = pick("kernels", "mosaic", "xla", "xla", _mosaic_obstacle(config, device, compute, residual))
     gate_obstacle = gate.obstacle(model.width, model.ffn, model.context) if kernels == "mosaic" else None
     if gate_obstacle:
@@ -165,7 +166,7 @@ def choose(config: Any, device: Device) -> tuple[dict[str, str], dict[str, str]]
     return {
         "compute_dtype": compute,
         "residual_dtype": residual,
-        "attention": pick("attention", "cudnn", "xla", "reference", cudnn_obstacle),
+        "attention": attention,
         "head": pick("head", "chunked", "chunked", "plain", None),
         "kernels": kernels,
         "gate": "xla" if gate_obstacle else kernels,
