@@ -17,7 +17,8 @@ def smoke(tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    variables, _ = harness.Commands(tmp_path).environment(VENV=str(python.parent.parent), JAX_PLATFORMS="cpu")
+    quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    variables, _ = harness.Commands(tmp_path).environment(VENV=str(python.parent.parent), **quick)
 
     def start(*arguments):
         words = ["bash", harness.ROOT / "scripts" / "tpu_smoke.sh", *arguments]
