@@ -148,13 +148,13 @@ def _model(model: Any) -> list[str]:
 
 
 def _budget(config: Any) -> list[str]:
-    derived, plan, context = config.derived, configs.make_plan(config), config.model.context
+    derived, plan = config.derived, configs.make_plan(config)
     edges = [0, *plan.boundaries]
     short = sum((b - a) % plan.batch_sequences > 0 for a, b in itertools.pairwise(edges))
     return [
-        f"{derived.total_targets:,} targets = {derived.total_sequences:,} sequences of {context:,}, "
+        f"{derived.total_targets:,} targets = {derived.total_sequences:,} sequences of {plan.context:,}, "
         f"{derived.total_targets / derived.unique_params:.4g} per parameter",
-        f"{derived.total_updates:,} updates of {plan.batch_sequences * context:,} targets "
+        f"{derived.total_updates:,} updates of {plan.batch_sequences * plan.context:,} targets "
         f"(workers x microbatches x sequences: {config.decentralized.workers} x {derived.accumulation} x "
         f"{config.training.microbatch}), {short} of them shorter, at the end of a virtual epoch",
         f"{derived.epochs} virtual epochs of {derived.epoch_targets:,} targets",
@@ -170,7 +170,7 @@ def update_end(plan: budget.Plan, position: int) -> int:
 
 
 def _rates(config: Any) -> list[str]:
-    plan, schedule, context = configs.make_plan(config), config.lr_schedule, config.model.context
+    plan, schedule = configs.make_plan(config), config.lr_schedule
     if schedule.warmup_steps is not None:
         warmup = float(schedule.warmup_steps * config.training.batch_targets)
     else:
@@ -179,12 +179,12 @@ def _rates(config: Any) -> list[str]:
     lines = []
     for label, sequence in (
         ("first update", 1),
-        ("end of the warm-up", min(max(1, math.ceil(warmup / context)), total)),
+        ("end of the warm-up", min(max(1, math.ceil(warmup / plan.context)), total)),
         ("half of the budget", -(-total // 2)),
         ("last update", total),
     ):
         end = update_end(plan, sequence)
-        rates = [optimizer.learning_rate(config, end * context, peak) for peak in dict.fromkeys(peaks)]
+        rates = [optimizer.learning_rate(config, end * plan.context, peak) for peak in dict.fromkeys(peaks)]
         lines.append(f"{label:<20} update {plan.updates_until(end):>9,}   {', '.join(f'{rate:.6g}' for rate in rates)}")
     return [f"{schedule.name}, peak {', '.join(f'{peak:g}' for peak in dict.fromkeys(peaks))}", *lines]
 
@@ -213,35 +213,42 @@ def _memory(config: Any, choices: dict[str, str]) -> list[str]:
     found = memory.parts(config, choices, rows)
     lines = [f"{name:<20} {memory.text(size):>10}" for name, size in found.items()]
     total, evaluating = sum(found.values()), memory.evaluation(config, choices, rows)
+    evaluates = config.data.source != "rows" or config.data.validation_rows > 0
     here = config.decentralized.workers // config.runtime.mesh_worker
     return [
         *lines,
         f"{'training, in all':<20} {memory.text(total):>10}   for {here} worker{'s' * (here > 1)}",
-        f"{'evaluating, in all':<20} {memory.text(evaluating):>10}",
+        f"{'evaluating, in all':<20} {memory.text(evaluating) if evaluates else 'never':>10}",
         *(f"assumed: {text}" for text in memory.ASSUMPTIONS),
     ]
 
 
 def _data(config: Any) -> list[str]:
-    derived, path = config.derived, Path(config.data.path)
-    needed = f"needed: {derived.total_targets + 1:,} training tokens for one pass"
-    if config.data.source == "cache":
-        group = config.data.shuffle_group_size * shards.SHARD_TOKENS
-        groups = -(-derived.total_targets // group)
-        needed += f"; prepare --config makes {groups * group + 1:,}"
-        if config.data.path and not (path / shards.MANIFEST).exists():
-            return [needed, f"present: nothing, {path / shards.MANIFEST} is missing: python -m data_pipeline.prepare"]
+    derived, fields, path = config.derived, config.data, Path(config.data.path)
+    needed, command, missing = f"{derived.total_targets + 1:,} training tokens for one pass", "prepare", False
+    if fields.source == "cache":
+        group = fields.shuffle_group_size * shards.SHARD_TOKENS
+        needed += f"; prepare --config makes {-(-derived.total_targets // group) * group + 1:,}"
+        path, missing = path / shards.MANIFEST, bool(fields.path) and not (path / shards.MANIFEST).exists()
+    elif fields.source == "rows":
+        needed = f"{derived.total_sequences:,} rows of {config.model.context:,} tokens"
+        command, missing = "sft_rows", bool(fields.path) and not path.exists()
+    if missing:
+        return [f"needed: {needed}", f"present: nothing, {path} is missing: python -m data_pipeline.{command}"]
     source = data.open_source(config)
     passes = derived.total_sequences / source.sequences
+    found = f"{source.sequences:,} sequences, so " + (
+        f"{passes:.2f} passes" if passes > 1 else f"{passes:.2f} of a pass"
+    )
     if source.entropy is not None:
-        return [needed, f"present: the synthetic language, entropy {source.entropy:.4f} nats per target"]
-    assert source.manifest is not None
+        found = f"the synthetic language, entropy {source.entropy:.4f} nats per target"
+    elif source.manifest is not None:
+        found = f"{source.manifest.splits['train'].tokens:,} tokens, {found}"
+    subset = min(source.validation_sequences, config.evaluation.subset_sequences)
     return [
-        needed,
-        f"present: {source.manifest.splits['train'].tokens:,} in {path}, {source.sequences:,} sequences, so "
-        + (f"{passes:.2f} passes" if passes > 1 else f"less than a pass ({passes:.2f})"),
-        f"validation: {source.validation_sequences:,} sequences, "
-        f"of which {min(source.validation_sequences, config.evaluation.subset_sequences):,} after each virtual epoch",
+        f"needed: {needed}",
+        f"present: {found}",
+        f"validation: {source.validation_sequences:,} sequences, {subset:,} of them after each virtual epoch",
     ]
 
 

@@ -39,7 +39,7 @@ def parts(config: Any, choices: Mapping[str, str], chunk_rows: int) -> dict[str,
         # Logits and their gradient; the plain head keeps those of all tokens, and float32 statistics of them.
         "logits": N * (R * V * 2 * c if choices["head"] == "chunked" else T * V * (c + 2 * FULL)),
         # The update that runs and the one after it.
-        "batch": 2 * N * accumulation * rows * ((S + 1) * _id_bytes(V) + FULL),
+        "batch": 2 * N * accumulation * rows * ((S + 1) * _id_bytes(config) + FULL),
     }
     return {name: size for name, size in found.items() if size}
 
@@ -85,9 +85,9 @@ def _bytes(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else FULL
 
 
-def _id_bytes(vocab: int) -> int:
-    """As in shards.dtype_for."""
-    return 2 if vocab <= 65_536 else 4
+def _id_bytes(config: Any) -> int:
+    """As in shards.dtype_for; rows of conversations are 32 bits wide."""
+    return 2 if config.model.vocab_size <= 65_536 and config.data.source != "rows" else 4
 
 
 def text(size: float) -> str:

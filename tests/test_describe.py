@@ -96,12 +96,20 @@ def test_the_data_that_is_there(said, tmp_path):
     code, text, _ = said(f"--config={path}", "--device=cpu", f"--config.data.path={cache}")
     assert code == 0
     assert "needed: 2,241 training tokens for one pass" in text
-    assert f"present: 777 in {cache}, 48 sequences, so 2.92 passes" in text
-    assert "validation: 40 sequences, of which 20 after each virtual epoch" in text
+    assert "present: 777 tokens, 48 sequences, so 2.92 passes" in text
+    assert "validation: 40 sequences, 20 of them after each virtual epoch" in text
     code, text, error = said(
         f"--config={path}", "--device=cpu", f"--config.data.path={cache}", "--config.model.vocab_size=63"
     )
     assert code == 3 and "budget" in text and error.startswith("error: ") and "raise model.vocab_size" in error
+
+
+def test_rows_of_conversations(said):
+    _, text, _ = said("--config=configs/sft_8k.py", "--device=NVIDIA H200", "--config.data.path=missing")
+    assert "20 updates of 1,048,448 targets (workers x microbatches x sequences: 1 x 128 x 1), 0 of them" in text
+    assert "first update         update         1   5e-06" in text  # a warm-up of two updates
+    assert "needed: 2,560 rows of 8,192 tokens" in text and "evaluating, in all        never" in text
+    assert "present: nothing, missing is missing: python -m data_pipeline.sft_rows" in text
 
 
 def test_where_updates_end():

@@ -94,7 +94,7 @@ def test_parts_by_hand():
 def test_constants_that_stand_twice():
     assert memory.ROW_ALIGNMENT == arena.ALIGNMENT
     for vocab in (64, 65_536, 65_537):
-        assert memory._id_bytes(vocab) == int(shards.dtype_for(vocab)[-1])
+        assert memory._id_bytes(tiny(model__vocab_size=vocab)) == int(shards.dtype_for(vocab)[-1])
 
 
 def test_sizes_for_people():
