@@ -6,17 +6,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import harness
 import pytest
 from fakes.slurm.cluster import Cluster
+from readme import commands
 
 from data_pipeline import options
 from llama_jax import config as configs
 
 ROOT = harness.ROOT
-README = Path(os.environ.get("LLAMA_JAX_README", ROOT / "README.md"))
 PYTHON = """#!/usr/bin/env bash
 # Notes what it is asked to run; only a sweep's questions about itself are answered for real.
 {note} "$@" >>{calls}
@@ -27,16 +26,6 @@ done
 [[ -n "${{FAKE_SLURM_SUBMITS:-}}" ]] || set -- "$@" --tasks
 exec {python} "$@"
 """
-
-
-def commands(heading):
-    """The commands of the first code block below a heading; a line that ends in a backslash goes on in the next."""
-    text = README.read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"{README} has no section {heading}"
-    block = re.search(r"((?:^    .*\n)+)", found[1], re.MULTILINE)[1]
-    lines = re.sub(r"\\\n\s+", "", block).splitlines()
-    return [line.strip() for line in lines]
 
 
 @pytest.fixture
