@@ -2,8 +2,9 @@
 # One start of a job: runs a command as a job step, hands signals on to it, and requeues the job where that helps.
 # Sourced by the .sbatch files, which call `job COMMAND ARGUMENT...` in the checkout.
 #
-# SLURM signals the batch shell alone (--signal=B:USR1@...); the trap hands the signal to srun, and srun to the task,
-# which saves and exits with 75. Only then the job is requeued. A failed node requeues it through --requeue.
+# SLURM signals the batch shell alone (--signal=B:USR1@...); the trap hands USR1 to srun, and srun to the task, which
+# saves and exits with 75. Only then the job is requeued. A failed node requeues it through --requeue.
+# A TERM to the shell becomes USR1 too: srun takes TERM as an order to kill the task, without a save.
 # shellcheck disable=SC2154 # settings and words come from common.sh
 set -euo pipefail
 source scripts/slurm/common.sh
@@ -79,7 +80,7 @@ forward() {
 hand_on() {
   if [[ -n "$asked" && -n "$child" && -z "$handed" ]]; then
     handed=1
-    kill -s "$asked" "$child" 2>/dev/null || true
+    kill -s USR1 "$child" 2>/dev/null || true
   fi
 }
 
@@ -150,9 +151,9 @@ job() {
   else
     run_and_wait "${step[@]}" "$python" "${words[@]}" "$@"
   fi
-  case "$asked $code" in # the signal came before the command could listen: nothing is lost
-    "USR1 138" | "TERM 143") code=75 ;;
-  esac
+  if [[ -n "$asked" && "$code" == 138 ]]; then # the signal came before the command could listen: nothing is lost
+    code=75
+  fi
 
   if [[ "$code" == 0 ]]; then
     say "job $id: done"

@@ -3,9 +3,10 @@
 The folder in FAKE_SLURM is the controller's memory: one JSON file a job, the spooled scripts, the running steps.
 Nothing runs until somebody calls Cluster.drain(), which plays the node: it runs one job after the other, and a `watch`
 function may meanwhile do to a running job what time limits, users and broken nodes do. What matters to scripts is as in
-the real one: the script is a copy in a spool folder; --signal=B: reaches the batch shell alone; srun hands USR1 and
-TERM on and exits with 128 + n for a task that a signal ended; scancel signals the steps, not the shell; requeueing
-kills the job; the last task of an array has the id of the whole array, so that a requeue by that id means all of them.
+the real one: the script is a copy in a spool folder; --signal=B: reaches the batch shell alone; srun hands USR1 on, but
+kills the task when it gets TERM, and exits with 128 + n for a task that a signal ended; scancel signals the tasks, not
+srun nor the shell; requeueing kills the job; the last task of an array has the id of the whole array, so that a requeue
+by that id means all of them.
 """
 
 import json
@@ -228,7 +229,7 @@ def srun():
         if process is None:
             waiting.append(number)
         else:
-            process.send_signal(number)
+            process.send_signal(signal.SIGKILL if number == signal.SIGTERM else number)
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, hand_on)
@@ -237,10 +238,10 @@ def srun():
     if "cpus-per-task" in options:
         variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     step = cluster.folder / "steps" / f"{raw}-{os.getpid()}"
-    step.write_text(str(os.getpid()))
     process = subprocess.Popen(words, env=variables)
+    step.write_text(str(process.pid))
     for number in waiting:
-        process.send_signal(number)
+        hand_on(number, None)
     code = process.wait()
     step.unlink()
     sys.exit(128 - code if code < 0 else code)
