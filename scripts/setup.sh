@@ -92,6 +92,11 @@ python="$venv/bin/python"
 if [[ -x "$python" ]] && "$python" -m pip --version >/dev/null 2>&1; then
   suitable "$python" || fail "$venv holds $("$python" --version), --$device needs Python 3.$minor or newer: remove it or set VENV"
 else
+  if [[ -e "$venv" && ! -f "$venv/pyvenv.cfg" ]]; then # making it anew empties the folder
+    for name in "$venv"/* "$venv"/.[!.]*; do
+      [[ ! -e "$name" && ! -L "$name" ]] || fail "$venv holds ${name##*/} and is no environment: set VENV to a new folder"
+    done
+  fi
   base="$(find_python)"
   printf 'setup: making %s with %s (%s)\n' "$venv" "$("$base" --version)" "$(command -v -- "$base")"
   "$base" -m venv --clear -- "$venv" || fail "$base cannot make a virtual environment; on Debian: apt-get install python3-venv"

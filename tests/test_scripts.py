@@ -98,6 +98,19 @@ def test_setup_refuses_what_cannot_work(tmp_path):
     assert (result.returncode, result.stderr) == (2, "error: --jax=new: a version such as 0.11.2 is needed\n")
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", ".hidden", "a folder"])
+def test_setup_never_empties_a_folder_of_other_things(name, tmp_path):
+    kept = tmp_path / "scratch" / name
+    kept.parent.mkdir()
+    kept.mkdir() if " " in name else kept.write_text("years of work")
+    result = run("bash", "scripts/setup.sh", PYTHON="/nowhere/python", VENV=kept.parent)
+    assert kept.exists() and result.returncode == 2
+    assert result.stderr == f"error: {kept.parent} holds {name} and is no environment: set VENV to a new folder\n"
+    kept.rmdir() if " " in name else kept.unlink()
+    result = run("bash", "scripts/setup.sh", PYTHON="/nowhere/python", VENV=kept.parent)
+    assert "PYTHON=/nowhere/python is no Python 3.11" in result.stderr  # an empty folder may become one
+
+
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
 @pytest.mark.parametrize("device", ["cuda12", "cuda13"])
 def test_setup_refuses_the_slow_scatter(version, device, tmp_path):
