@@ -302,6 +302,38 @@ def test_settings_come_from_the_site_and_from_flags(cluster, submit, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("stalls=three", "stalls = three is no number"),
+        ("gpus=08", "gpus = 08 is no number"),
+        ("memory_fraction=90%", "memory_fraction = 90% is no number above 0, up to 1"),
+        ("memory_fraction=", "memory_fraction =  is no number"),
+        ("memory_fraction=0.0", "memory_fraction = 0.0 is no number"),
+        ("sbatch_options=", "sbatch_options: '' is no option"),
+        ("sbatch_options='qos=normal'", "sbatch_options: 'qos=normal' is no option"),
+    ],
+)
+def test_mistakes_in_the_site_file_are_refused(line, message, cluster, submit, tmp_path):
+    (tmp_path / "site.conf").write_text(f"{line}\n")
+    result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=tmp_path / "site.conf", code=2)
+    assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+    assert cluster.jobs() == []
+
+
+def test_nothing_of_an_outer_job_reaches_the_new_one(cluster, submit, stub, tmp_path):
+    """Submitted from a task of an array: the new job is none, takes its own CPUs and begins its own count."""
+    outer = {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 1, "SLURM_MEM_PER_NODE": 10, "SLURM_CPUS_PER_TASK": 3}
+    outer |= {"SLURM_RESTART_COUNT": 2, "SLURM_CONF": "/etc/slurm.conf", "FAKE_SINFO": ""}
+    python = stub("env | grep ^SLURM_ | cut -d= -f1 | sort | tr '\\n' ' '")
+    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_PYTHON=python, **outer)
+    cluster.drain()
+    assert list(ended(cluster)) == ["100"]
+    text = log_of(cluster, tmp_path / "run")
+    assert "job 100, start 1 on" in text and "SLURM_CONF " in text
+    assert "SLURM_ARRAY" not in text and "SLURM_MEM" not in text
+
+
+@pytest.mark.parametrize(
     ("sinfo", "cpus"),
     [
         ("72 gpu:gh200:1\n64+ gpu:4(S:0-1)", "16"),

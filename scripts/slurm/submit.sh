@@ -72,9 +72,18 @@ find_words "$@"
 for name in slices at_once; do
   [[ "${!name:-1}" =~ ^[1-9][0-9]{0,4}$ ]] || fail "--${name//_/-}=${!name}: a number from 1 is needed"
 done
-[[ "$(setting gpus)" =~ ^[0-9]+$ ]] || fail "gpus = $(setting gpus) is no number"
+for name in gpus stalls; do
+  [[ "$(setting "$name")" =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name = $(setting "$name") is no number"
+done
 minutes="$(setting signal_minutes)"
 [[ "$minutes" =~ ^[1-9][0-9]*$ ]] || fail "signal_minutes = $minutes is no number from 1"
+share="$(setting memory_fraction)"
+[[ "$share" =~ ^(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)$ ]] || fail "memory_fraction = $share is no number above 0, up to 1"
+for word in "${sbatch_options[@]}"; do # an empty word would stand for the script
+  [[ "$word" == -* ]] || fail "sbatch_options: '$word' is no option; write sbatch_options=(--qos=normal --exclude=node17)"
+done
+# From inside a job these would reach the new one, and srun there would take them for its own.
+unset "${!SLURM_ARRAY_@}" "${!SLURM_MEM_@}" SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_RESTART_COUNT
 [[ -z "$slices" || "$command" == prepare ]] || fail "--slices is for prepare"
 if [[ -n "$slices" ]]; then
   for word in "$@"; do
