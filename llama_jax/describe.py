@@ -8,8 +8,10 @@ it, what this machine has.
 """
 
 import argparse
+import contextlib
 import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +30,8 @@ from llama_jax.data import Source
 from llama_jax.errors import ConfigError, run_command
 from llama_jax.fields import find
 from llama_jax.runtime import Device
+
+TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # of the first chip: up to v4, and later ones
 
 
 def before(built: Built, source: Source, update: int, changes: Sequence[str]) -> list[str]:
@@ -107,10 +111,12 @@ def device_here() -> Device:
     """What this machine has, without starting it: an NVIDIA GPU by nvidia-smi, TPU chips by their files, or the CPU."""
     if smi := shutil.which("nvidia-smi"):
         words = [smi, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-        lines = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.splitlines()
+        lines = []
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # it can't run, or hangs on a broken driver
+            lines = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout.splitlines()
         if lines and re.fullmatch(r".+, *\d+\.\d+", lines[0]):
             return device_named(lines[0])
-    if Path("/dev/accel0").exists():
+    if any(map(os.path.exists, TPU_FILES)):
         return Device("tpu", "TPU")
     return Device("cpu", "cpu")
 

@@ -168,6 +168,27 @@ def test_the_device_of_this_machine(says, device, tmp_path, monkeypatch):
     assert describe.device_here() == device
 
 
+def test_a_broken_nvidia_smi_is_no_gpu(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_bytes(b"\x7fELF of another architecture")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert describe.device_here() == Device("cpu", "cpu")
+
+    def hang(words, timeout, **_):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert describe.device_here() == Device("cpu", "cpu")
+
+
+@pytest.mark.parametrize("name", ["/dev/accel0", "/dev/vfio/0"])
+def test_a_tpu_is_known_by_the_files_of_its_chips(name, monkeypatch):
+    monkeypatch.setattr(describe.shutil, "which", lambda _: None)
+    monkeypatch.setattr(describe.os.path, "exists", lambda path: path == name)
+    assert describe.device_here() == Device("tpu", "TPU")
+
+
 def test_refusals(said):
     assert said("--device=cpu")[::2] == (
         2,
