@@ -13,8 +13,10 @@ each stage an array with one run a task.
 """
 
 import argparse
+import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,13 +25,14 @@ from typing import Any, NamedTuple
 
 from llama_jax import config as configs
 from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
-from llama_jax.files import read_json, write_json_atomic
+from llama_jax.files import TMP_SUFFIX, read_json, write_atomic
 from scripts import sweep_plan, sweep_runs
 from scripts.sweep_plan import Sweep, Values
 from scripts.sweep_runs import Job
 
 PROGRAM = "llama_jax sweep"
 RECORD = "sweep.json"
+OWN = (".log", f".sweep{TMP_SUFFIX}")  # endings of files that may be there before the record
 TRAIN = (sys.executable, "-m", "llama_jax.main")
 
 
@@ -114,11 +117,13 @@ def check_folder(sweep: Sweep, out: Path) -> None:
                 lines = "".join(f"\n  {line}" for line in changed)
                 raise ConfigError(f"{out} holds a sweep of other settings; restore them or choose another --out{lines}")
         else:
-            ours = {".lock", *(stage.name for stage in sweep.stages)}
-            foreign = [name for name in sorted(os.listdir(out)) if name not in ours and not name.endswith(".log")]
+            # The tasks of an array begin together: another may write the same record, or have just written it.
+            ours = {".lock", RECORD, *(stage.name for stage in sweep.stages)}
+            foreign = [name for name in sorted(os.listdir(out)) if name not in ours and not name.endswith(OWN)]
             if foreign:
                 raise ValueError(f"it holds {foreign[0]} and no {RECORD}")
-            write_json_atomic(path, {"program": PROGRAM, "sweep": now})
+            temporary = out / f"{socket.gethostname()}-{os.getpid()}.sweep{TMP_SUFFIX}"
+            write_atomic(path, json.dumps({"program": PROGRAM, "sweep": now}, indent=2).encode(), temporary)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{out}: {error}; choose another --out") from None
 
@@ -176,9 +181,8 @@ def find_devices(text: str, at_once: int | None) -> list[str | None]:
     else:
         try:
             found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-            devices = (
-                [str(number) for number, _ in enumerate(found.stdout.splitlines())] if not found.returncode else []
-            )
+            lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]  # not the parts of one
+            devices = [] if found.returncode else [str(number) for number in range(len(lines))]
         except (OSError, subprocess.SubprocessError):
             devices = []
     if at_once is not None:

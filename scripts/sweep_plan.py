@@ -21,6 +21,7 @@ from llama_jax.errors import ConfigError
 STAGE_OWN = {"training.microbatch"}  # beside the model's shape: what stages may differ in
 SHARED_MODEL = {"model.vocab_size", "model.context"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
+TAKEN = {"sweep.json", "table.md", "runs.csv", "points.csv", "figures"}  # beside the stages' folders
 
 Values = tuple[tuple[str, Any], ...]  # a point: (field, value) in the order of the stages' grids
 
@@ -119,13 +120,18 @@ def make(content: Any, overrides: Mapping[str, Any], seeds: Sequence[int] | None
         own = {**_keys(part.get("settings", {}), f"stage {name}: settings"), **overrides}
         settings = {field: _value(field, value) for field, value in {**shared, **own}.items()}
         stages.append(Stage(str(name), str(part["config"]), settings, grid, best))
-    seeds = tuple(seeds if seeds is not None else top.get("seeds", (42,)))
-    _require(seeds and all(type(seed) is int for seed in seeds), "seeds must be a list of numbers")
+    seeds, ties = seeds if seeds is not None else top.get("seeds", [42]), top.get("ties", [])
+    sound = isinstance(seeds, list | tuple) and seeds and all(type(seed) is int for seed in seeds)
+    _require(sound, "seeds must be a list of numbers")
     _require(len(set(seeds)) == len(seeds), "seeds has a number twice")
-    sweep = Sweep(str(top["name"]), seeds, tuple(top.get("ties", ())), tuple(stages))
+    sound = isinstance(ties, list | tuple) and all(isinstance(field, str) for field in ties)
+    _require(sound, "ties must be a list of fields")
+    sweep = Sweep(str(top["name"]), tuple(seeds), tuple(ties), tuple(stages))
     for name in (sweep.name, *(stage.name for stage in stages)):
         _require(bool(NAME.fullmatch(name)), f"the name {name!r} may have letters, digits, '.', '_' and '-' only")
     _require(len({stage.name for stage in stages}) == len(stages), "two stages have one name")
+    taken = sorted(TAKEN & {stage.name for stage in stages})
+    _require(not taken, f"a stage can't have the name {taken[0] if taken else ''}, which is that of a result")
     _check_fields(sweep)
     return sweep
 

@@ -186,7 +186,10 @@ def locked(out: Path, shared: bool, stop: Stop, wait_s: float = 120.0) -> Iterat
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except OSError as error:
+                if not isinstance(error, BlockingIOError):
+                    errors.warn(f"{out}: this file system has no locks ({error.strerror}); run one sweep here only")
+                    break
                 if time.monotonic() > end:
                     raise CheckpointError(f"{out} is in use by another sweep, or its runs; wait for them") from None
                 if stop.count:

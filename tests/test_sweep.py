@@ -1,6 +1,7 @@
 """scripts/sweep.py: the rule that promotes, tables against numbers by hand, refusals, kills; one campaign for real."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -184,6 +185,10 @@ BAD = [
     ({"name": "x y", "stages": [STAGE]}, "letters, digits"),
     ({"name": "x", "stages": [STAGE], "seeds": []}, "seeds must be a list"),
     ({"name": "x", "stages": [STAGE], "seeds": [1, 1]}, "seeds has a number twice"),
+    ({"name": "x", "stages": [STAGE], "seeds": 42}, "seeds must be a list"),
+    ({"name": "x", "stages": [STAGE], "ties": None}, "ties must be a list"),
+    ({"name": "x", "stages": [STAGE], "ties": [[]]}, "ties must be a list"),
+    ({"name": "x", "stages": [{**STAGE, "name": "table.md"}]}, "can't have the name table.md"),
     ({"name": "x", "stages": [{**STAGE, "grid": {}}]}, "it has no grid"),
     ({"name": "x", "stages": [{**STAGE, "grid": {"optimizer.lr": []}}]}, "needs a list of values"),
     ({"name": "x", "stages": [{**STAGE, "grid": {"optimizer.lr": [0.1, "0.1"]}}]}, "a value twice"),
@@ -264,6 +269,42 @@ def test_other_settings_and_other_runs_are_refused(fake, tmp_path):
     assert "holds thesis.tex and no sweep.json" in error
 
 
+def test_tasks_that_begin_together_make_one_record(tmp_path, monkeypatch):
+    """One finds no record; before it looks at the folder, another has written it, and a third was killed writing it."""
+    made, listdir, write = sweep_plan.load("configs/sweeps/smoke.py", {}), os.listdir, sweep.write_atomic
+    used = []
+
+    def late(folder):
+        monkeypatch.setattr(os, "listdir", listdir)
+        monkeypatch.setattr(os, "getpid", lambda: 7)
+        sweep.check_folder(made, tmp_path)
+        monkeypatch.setattr(os, "getpid", lambda: 8)
+        used[0].write_text('{"progr')
+        return listdir(folder)
+
+    def note(path, data, temporary):
+        used.append(temporary)
+        write(path, data, temporary)
+
+    monkeypatch.setattr(os, "listdir", late)
+    monkeypatch.setattr(sweep, "write_atomic", note)
+    for _ in range(2):
+        sweep.check_folder(made, tmp_path)
+    assert len(set(used)) == 2 and {path.name for path in tmp_path.iterdir()} == {"sweep.json", used[0].name}
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(sweep_runs.fcntl, "flock", flock)
+    with sweep_runs.locked(tmp_path, False, sweep_runs.Stop()) as lock:
+        assert os.fstat(lock)
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path}: this file system has no locks (No locks available); run one sweep here only\n"
+    )
+
+
 def test_other_data_and_damaged_results_are_refused(fake, tmp_path, monkeypatch):
     out = tmp_path / "out"
     fake(*GRID, f"--out={out}")
@@ -306,7 +347,8 @@ def test_one_process_a_device(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert sweep.find_devices("auto", None) == [None] and sweep.find_devices("auto", 3) == [None] * 3
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H200 (UUID: a)'\necho 'GPU 1: H200 (UUID: b)'\n")
+    lines = ["GPU 0: H200 (UUID: a)", "  MIG 1g.18gb     Device  0: (UUID: MIG-c)", "GPU 1: H200 (UUID: b)"]
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert sweep.find_devices("auto", None) == ["0", "1"]
