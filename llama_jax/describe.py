@@ -204,6 +204,8 @@ def _device(config: Any, device: Device, choices: dict[str, str]) -> list[str]:
         ", ".join(f"{field} {value}" for field, value in choices.items()),
         *(f"auto: {line}" for line in _reasons(config, device)),
     ]
+    if config.runtime.device not in ("auto", device.platform):
+        lines.append(f"runtime.device = {config.runtime.device}: a run would not start on this {device.platform}")
     if peak is None:
         return [*lines, f"peak of {device.kind} unknown: no MFU"]
     note = "" if choices["compute_dtype"] == "bfloat16" else "; float32 products are slower"

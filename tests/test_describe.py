@@ -152,6 +152,13 @@ def test_an_unknown_peak_is_said_to_be_unknown(said):
     assert "peak of NVIDIA L40S unknown: no MFU" in text and "NVIDIA L40S, compute capability 8.9" in text
 
 
+def test_a_run_that_would_not_start_on_the_device(said):
+    _, text, _ = said("--config=configs/smoke.py", "--device=cpu", "--config.runtime.device=tpu")
+    assert "runtime.device = tpu: a run would not start on this cpu\n" in text
+    _, text, _ = said("--config=configs/smoke.py", "--device=TPU v4", "--config.runtime.device=tpu")
+    assert "would not start" not in text
+
+
 @pytest.mark.parametrize(
     ("says", "device"),
     [
