@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import shutil
+from pathlib import Path
 
 import harness
 import nbformat
@@ -26,6 +28,20 @@ def test_no_outputs_are_stored():
     }
     for cell in stored["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None and cell["metadata"] == {}, cell["id"]
+
+
+@pytest.mark.parametrize(
+    ("says", "extra"),
+    [("580.65.06", "cuda13"), ("550.54.15", "cuda12"), ("NVIDIA-SMI has failed because it couldn't. Stop", None)],
+)
+def test_the_accelerator_of_a_runtime(says, extra, tmp_path, monkeypatch):
+    (cell,) = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "def accelerator" in cell.source]
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "{says}"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    names = {"Path": Path}
+    exec(cell.source, names)  # llama_jax is there, so that it installs nothing
+    assert names["accelerator"]() == extra
 
 
 @pytest.fixture(scope="module")
