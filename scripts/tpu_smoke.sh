@@ -77,10 +77,12 @@ train unbroken
 step "A run that is told to stop as soon as it has begun: $out/broken"
 "$python" -m llama_jax.main --config="$config" --workdir="$out/broken" "${fields[@]}" &
 run=$!
+trap 'kill "$run" 2>/dev/null || true' EXIT # whoever stops this script stops the run too
 until [[ -e "$out/broken/config.json" ]] || ! kill -0 "$run" 2>/dev/null; do sleep 0.1; done
 kill -USR1 "$run" 2>/dev/null || true
 code=0
 wait "$run" || code=$?
+trap - EXIT
 [[ "$code" == 75 ]] || code=1 fail "the stopped run ended with $code instead of 75"
 
 step "The same command continues it"
