@@ -227,6 +227,23 @@ def test_requeues_end_where_nothing_moves(cluster, submit, stub, tmp_path):
     assert [line.split()[-1] for line in starts.read_text().splitlines()] == ["0", "0", "10", "20", "30", "40", "50"]
 
 
+@pytest.mark.parametrize(("refusals", "state"), [(2, ("COMPLETED", 0, 1)), (9, ("FAILED", 75, 0))])
+def test_a_controller_that_does_not_answer_is_asked_again(refusals, state, cluster, submit, stub, tmp_path):
+    (cluster.folder / "refusals").write_text(str(refusals))
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "sleep").write_text("#!/bin/sh\n")
+    (tools / "sleep").chmod(0o755)
+    path = f"{tools}:{ROOT / 'tests' / 'fakes' / 'slurm'}:{os.environ['PATH']}"
+    python = stub("exit $((75 * (${SLURM_RESTART_COUNT:-0} == 0)))")
+    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_PYTHON=python, PATH=path)
+    cluster.drain()
+    assert list(ended(cluster).values()) == [state]
+    text = log_of(cluster, tmp_path / "run")
+    assert text.count("Unable to contact") == min(refusals, 3)
+    assert ("can't be requeued; submit the same command again" in text) == (refusals > 3)
+
+
 # Arguments, settings, folders.
 
 HOSTILE = ["a b", "$(touch x)", "`touch x`", "a;touch x", "quote'\"", "*", "--config.name=ünï %j %%", "new\nline", ""]

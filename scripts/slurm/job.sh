@@ -175,6 +175,10 @@ job() {
     exit 75
   fi
   say "job $id: saved, requeued with progress $after"
-  scontrol requeue "$id" || say "error: job $id can't be requeued; submit the same command again, it continues"
+  for _ in 1 2 3; do # the controller may be busy, or starting again
+    ! scontrol requeue "$id" || exit 75
+    sleep 20
+  done
+  say "error: job $id can't be requeued; submit the same command again, it continues"
   exit 75
 }

@@ -250,6 +250,10 @@ def srun():
 def scontrol():
     action, name = sys.argv[1:]
     assert action == "requeue", sys.argv
+    refusals = here().folder / "refusals"  # of a controller that doesn't answer: so many to come
+    if refusals.exists() and (left := int(refusals.read_text())):
+        refusals.write_text(str(left - 1))
+        sys.exit("slurm_requeue: Unable to contact slurm controller (connect failure)")
     jobs = here().find(name)
     if not jobs:
         sys.exit(f"Invalid job id specified for job {name}")
