@@ -61,13 +61,18 @@ def jobs_of(sweep: Sweep, stage: int, points: Sequence[Values], out: Path) -> li
 
 
 def results_of(sweep: Sweep, stage: int, points: Sequence[Values], out: Path) -> dict[Values, list[Outcome]]:
-    """What the runs of a finished stage have come to, one for each seed. DataError where one is missing or differs."""
+    """What the runs of a finished stage have come to, one for each seed.
+
+    DataError where one is missing or had other data, ConfigError where one had another recipe, as after a change of the
+    preset's file between two runs.
+    """
     found: dict[Values, list[Outcome]] = {point: [] for point in points}
     places = [(point, seed) for point in points for seed in sweep.seeds]
     for job, (point, seed) in zip(jobs_of(sweep, stage, points, out), places, strict=True):
         result = sweep_runs.result(job.folder)
         if result is None:
             raise DataError(f"{job.name} is not done; run the sweep, or its stage {stage + 1}, first")
+        check_run(sweep, stage, point, seed, job.folder)
         first = out / sweep.stages[0].name / sweep_plan.run_name(sweep.points(0, [])[0], seed)
         if job.folder != first and _data(job.folder) != _data(first):
             raise DataError(

@@ -82,7 +82,7 @@ def run_all(jobs: Sequence[Job], devices: Sequence[str | None], lock: int, stop:
     the error of the signal, or of the first failure, with its exit code.
     """
     waiting = [job for job in jobs if result(job.folder) is None]
-    running: dict[int, tuple[Job, subprocess.Popen]] = {}
+    running: dict[int, tuple[Job, subprocess.Popen, int]] = {}
     failure: Error | None = None
     asked = 0
     try:
@@ -90,23 +90,23 @@ def run_all(jobs: Sequence[Job], devices: Sequence[str | None], lock: int, stop:
             if stop.count > asked:
                 asked = stop.count
                 waiting.clear()
-                for _, process in running.values():
+                for _, process, _ in running.values():
                     process.terminate()
-            for slot, (job, process) in list(running.items()):
+            for slot, (job, process, since) in list(running.items()):
                 code = process.poll()
                 if code is not None:
                     del running[slot]
-                    failure = failure or _ended(job, code, bool(asked))
+                    failure = failure or _ended(job, code, since, bool(asked))
                     if failure:
                         waiting.clear()
             for slot, device in enumerate(devices):
                 if slot not in running and waiting and not stop.count:
                     job = waiting.pop(0)
-                    running[slot] = (job, _start(job, device, lock))
-            view.show({job.name for job, _ in running.values()})
+                    running[slot] = (job, *_start(job, device, lock))
+            view.show({job.name for job, _, _ in running.values()})
             time.sleep(POLL_S)
     finally:
-        for _, process in running.values():  # only after an error of this program
+        for _, process, _ in running.values():  # only after an error of this program
             process.terminate()
     view.show(set(), last=True)
     if failure:
@@ -115,14 +115,17 @@ def run_all(jobs: Sequence[Job], devices: Sequence[str | None], lock: int, stop:
         raise stop.error()
 
 
-def _start(job: Job, device: str | None, lock: int) -> subprocess.Popen:
+def _start(job: Job, device: str | None, lock: int) -> tuple[subprocess.Popen, int]:
+    """(the process, where its part of the console begins)."""
     job.folder.mkdir(parents=True, exist_ok=True)
     variables = dict(os.environ) if device is None else {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     with open(job.folder / CONSOLE, "ab") as log:
-        return subprocess.Popen(
+        since = log.tell()
+        process = subprocess.Popen(
             job.words, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock],
             start_new_session=True, preexec_fn=_die_with_parent,
         )  # fmt: skip
+    return process, since
 
 
 def _die_with_parent() -> None:
@@ -131,12 +134,12 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _ended(job: Job, code: int, asked: bool) -> Error | None:
+def _ended(job: Job, code: int, since: int, asked: bool) -> Error | None:
     """What a process that ended means for the sweep: an error that ends it, or None."""
     if code == 0:
         result(job.folder)
         return None
-    said = _last_line(job.folder / CONSOLE)
+    said = _last_line(job.folder / CONSOLE, since)
     if code == errors.NonFiniteError.exit_code:
         write_json_atomic(job.folder / DIVERGED, {"said": said})
         return None
@@ -146,18 +149,18 @@ def _ended(job: Job, code: int, asked: bool) -> Error | None:
     return _CLASSES.get(code, Error)(text)
 
 
-def _last_line(path: Path) -> str:
+def _last_line(path: Path, since: int) -> str:
     with contextlib.suppress(OSError):
-        lines = [line for line in _tail(path).decode(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in _tail(path, since).decode(errors="replace").splitlines() if line.strip()]
         said = [line for line in lines if line.startswith("error: ")] or lines
         if said:
             return said[-1].removeprefix("error: ")[:300]
     return "it said nothing"
 
 
-def _tail(path: Path, size: int = 8192) -> bytes:
+def _tail(path: Path, since: int = 0, size: int = 8192) -> bytes:
     with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        file.seek(max(since, os.fstat(file.fileno()).st_size - size))
         return file.read()
 
 

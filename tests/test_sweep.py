@@ -263,6 +263,8 @@ def test_other_settings_and_other_runs_are_refused(fake, tmp_path):
     (out / "grid/lr_0.01-seed_42/config.json").write_text(json.dumps(stored))
     _, error, _ = fake(*GRID, f"--out={out}", code=2)
     assert "holds a run of another recipe (here old -> new)\n  optimizer.beta2: 0.5 -> 0.98\n" in error
+    _, error, _ = fake(*GRID, f"--out={out}", "--table", code=2)
+    assert "holds a run of another recipe" in error
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
     _, error, _ = fake(*GRID, f"--out={tmp_path / 'foreign'}", code=4)
@@ -324,6 +326,8 @@ def test_a_failed_run_ends_the_sweep_with_its_code(fake, tmp_path):
     words = ["--config=configs/smoke.py", "--grid=optimizer.lr=0.003,0.01,0.02", f"--out={out}"]
     _, error, starts = fake(*words, losses={"grid/lr_0.01-seed_42": {"code": 6}}, code=6)
     assert f"error: grid/lr_0.01-seed_42: exit code 6: it was told to fail ({out}" in error and len(starts) == 2
+    _, error, _ = fake(*words, losses={"grid/lr_0.01-seed_42": {"kill": 9}}, code=1)
+    assert "exit code -9: it said nothing (" in error  # and not what the start before it had said
     _, _, starts = fake(*words)
     assert len(starts) == 2  # the first run is not done again
 

@@ -1,6 +1,6 @@
 """Stands for llama_jax.main in tests of sweeps: the same arguments, signals, exit codes and files, but no training.
 
-FAKE_LOSSES names a JSON file {STAGE/RUN: loss, "diverged", or an exit code as {"code": 3}}; runs without an entry get
+FAKE_LOSSES names a JSON file {STAGE/RUN: loss, "diverged", or an exit code as {"code": 3} or signal {"kill": 9}}; runs without an entry get
 4.0. FAKE_UPDATES updates of FAKE_STEP_S seconds each; FAKE_STARTS names a file to which every start adds a line.
 """
 
@@ -28,6 +28,8 @@ def train(arguments):
     stored = {"program": "llama_jax", "format_version": 1, "config": configs.to_dict(config), "resolved": {}}
     (folder / "config.json").write_text(json.dumps(stored | {"data": {"tokens": os.environ.get("FAKE_DATA", "same")}}))
     loss = json.loads(Path(os.environ["FAKE_LOSSES"]).read_text()).get(name, 4.0)
+    if isinstance(loss, dict) and "kill" in loss:
+        os.kill(os.getpid(), loss["kill"])
     if isinstance(loss, dict):
         print("error: it was told to fail", file=sys.stderr)
         sys.exit(loss["code"])
