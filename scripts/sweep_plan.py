@@ -124,6 +124,7 @@ def make(content: Any, overrides: Mapping[str, Any], seeds: Sequence[int] | None
     sound = isinstance(seeds, list | tuple) and seeds and all(type(seed) is int for seed in seeds)
     _require(sound, "seeds must be a list of numbers")
     _require(len(set(seeds)) == len(seeds), "seeds has a number twice")
+    seeds = [_value("seed", seed) for seed in seeds]
     sound = isinstance(ties, list | tuple) and all(isinstance(field, str) for field in ties)
     _require(sound, "ties must be a list of fields")
     sweep = Sweep(str(top["name"]), tuple(seeds), tuple(ties), tuple(stages))

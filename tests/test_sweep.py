@@ -185,6 +185,7 @@ BAD = [
     ({"name": "x y", "stages": [STAGE]}, "letters, digits"),
     ({"name": "x", "stages": [STAGE], "seeds": []}, "seeds must be a list"),
     ({"name": "x", "stages": [STAGE], "seeds": [1, 1]}, "seeds has a number twice"),
+    ({"name": "x", "stages": [STAGE], "seeds": [1, -1]}, "seed = -1 is not an integer"),
     ({"name": "x", "stages": [STAGE], "seeds": 42}, "seeds must be a list"),
     ({"name": "x", "stages": [STAGE], "ties": None}, "ties must be a list"),
     ({"name": "x", "stages": [STAGE], "ties": [[]]}, "ties must be a list"),
