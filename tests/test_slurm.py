@@ -174,11 +174,17 @@ def log_of(cluster, folder):
 
 
 def test_a_cancelled_job_is_not_requeued(cluster, submit, stub, tmp_path):
-    """scancel signals the step, which saves and exits with 75 as for USR1; but the user wants no other start."""
-    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_PYTHON=stub(WAITS))
+    """scancel signals the step, which saves and exits with 75 as for USR1; but the user wants no other start.
+
+    The shell gets TERM too, and its process group, which must neither end the task nor signal it a second time.
+    """
+    saves = "trap 'trap \"exit 1\" TERM USR1; sleep 0.5; echo whole; exit 75' TERM USR1"
+    script = f"{saves}; echo ready; while :; do sleep 0.02; done"
+    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_PYTHON=stub(script))
     cluster.drain(once_ready(lambda node: node.cancel()))
     assert list(ended(cluster).values()) == [("CANCELLED", 75, 0)]
-    assert "it is COMPLETING, so it is not requeued" in log_of(cluster, tmp_path / "run")
+    text = log_of(cluster, tmp_path / "run")
+    assert "whole\n" in text and "it is COMPLETING, so it is not requeued" in text
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])

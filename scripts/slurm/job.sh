@@ -4,7 +4,9 @@
 #
 # SLURM signals the batch shell alone (--signal=B:USR1@...); the trap hands USR1 to srun, and srun to the task, which
 # saves and exits with 75. Only then the job is requeued. A failed node requeues it through --requeue.
-# A TERM to the shell becomes USR1 too: srun takes TERM as an order to kill the task, without a save.
+# A TERM to the shell becomes USR1 too: srun takes TERM as an order to kill the task, without a save. When SLURM ends the
+# job, the tasks have had a TERM of their own, and save: they get no other signal, and srun, which must not get that TERM
+# with the shell's process group, has a session of its own.
 # shellcheck disable=SC2154 # settings and words come from common.sh
 set -euo pipefail
 source scripts/slurm/common.sh
@@ -67,6 +69,10 @@ stalled() {
   ((count > stalls))
 }
 
+# The state of the job; whether it is one in which SLURM itself ends the job.
+state() { squeue --noheader --jobs="$(job_id)" --format=%T 2>/dev/null || true; }
+ending() { [[ "$1" =~ ^(CANCELLED|COMPLET|PREEMPTED|TIMEOUT|FAILED) ]]; }
+
 # forward SIGNAL: hands on the first signal only, since a second would end the task at once.
 forward() {
   received=1
@@ -80,7 +86,11 @@ forward() {
 hand_on() {
   if [[ -n "$asked" && -n "$child" && -z "$handed" ]]; then
     handed=1
-    kill -s USR1 "$child" 2>/dev/null || true
+    if [[ "$asked" == USR1 ]]; then
+      kill -s USR1 "$child" 2>/dev/null || true
+    else # behind the trap: one that waits for a command may lose the exit code of the child
+      (ending "$(state)" || kill -s USR1 "$child") 2>/dev/null &
+    fi
   fi
 }
 
@@ -122,7 +132,7 @@ job() {
   find_words "$@"
   stalls="$(setting stalls)"
   [[ "$command" != bench ]] || shift
-  local id folder before after state cpus cache number
+  local id folder before after now cpus cache number
   id="$(job_id)"
   folder="$(log_folder "$@")"
   mkdir -p -- "$folder"
@@ -144,7 +154,7 @@ job() {
     export LLAMA_JAX_COMPILE_CACHE="$cache"
   fi
   cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}"
-  local step=(srun --nodes=1 --ntasks=1 --kill-on-bad-exit=1)
+  local step=(setsid srun --nodes=1 --ntasks=1 --kill-on-bad-exit=1)
   [[ -z "$cpus" ]] || step+=(--cpus-per-task="$cpus") # srun does not take this over from sbatch
   if [[ -n "$asked" ]]; then # before there was anything to save
     code=75
@@ -162,13 +172,11 @@ job() {
     say "job $id: exit code $code ($(meaning "$code")), not requeued"
     exit "$code"
   fi
-  state="$(squeue --noheader --jobs="$id" --format=%T 2>/dev/null || true)"
-  case "$state" in
-    CANCELLED* | COMPLET* | PREEMPTED* | TIMEOUT* | FAILED*)
-      say "job $id: saved; it is $state, so it is not requeued from here"
-      exit 75
-      ;;
-  esac
+  now="$(state)"
+  if ending "$now"; then
+    say "job $id: saved; it is $now, so it is not requeued from here"
+    exit 75
+  fi
   after="$(progress "$@")"
   if stalled "$after"; then
     say "error: requeued $stalls times in a row without progress; find the reason above, then submit again"

@@ -4,8 +4,8 @@ The folder in FAKE_SLURM is the controller's memory: one JSON file a job, the sp
 Nothing runs until somebody calls Cluster.drain(), which plays the node: it runs one job after the other, and a `watch`
 function may meanwhile do to a running job what time limits, users and broken nodes do. What matters to scripts is as in
 the real one: the script is a copy in a spool folder; --signal=B: reaches the batch shell alone; srun hands USR1 on, but
-kills the task when it gets TERM, and exits with 128 + n for a task that a signal ended; scancel signals the tasks, not
-srun nor the shell; requeueing kills the job; the last task of an array has the id of the whole array, so that a requeue
+kills the task when it gets TERM, and exits with 128 + n for a task that a signal ended; scancel signals the tasks, and
+the process group of the shell; requeueing kills the job; the last task of an array has the id of the whole array, so that a requeue
 by that id means all of them.
 """
 
@@ -170,10 +170,11 @@ class Node:
         self.process.send_signal(signal.SIGUSR1)
 
     def cancel(self):
-        """scancel: the state changes at once, then the steps get SIGTERM."""
+        """scancel: the state changes at once, then the steps get SIGTERM, the batch step too."""
         self.cluster.put(self.job, state="COMPLETING")
         for path in (self.cluster.folder / "steps").glob(f"{self.raw}-*"):
             os.kill(int(path.read_text()), signal.SIGTERM)
+        os.killpg(self.process.pid, signal.SIGTERM)
 
     def fail(self):
         """The node dies: everything of the job at once."""
@@ -238,7 +239,7 @@ def srun():
     if "cpus-per-task" in options:
         variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
     step = cluster.folder / "steps" / f"{raw}-{os.getpid()}"
-    process = subprocess.Popen(words, env=variables)
+    process = subprocess.Popen(words, env=variables, start_new_session=True)
     step.write_text(str(process.pid))
     for number in waiting:
         hand_on(number, None)
