@@ -398,6 +398,8 @@ REFUSED = [
     (["--at-once=x", "prepare", "--out=w"], "--at-once=x: a number from 1"),
     (["--slices=2", "prepare", "--out=w", "--download"], "fetch it without --slices first"),
     (["--slices=2", "prepare", "--out=w", "--slice=0/2"], "leave out --slice=0/2"),
+    (["--sbatch=", "train", "--workdir=w"], "unknown option: --sbatch="),
+    (["--sbatch=qos=long", "train", "--workdir=w"], "unknown option: --sbatch=qos=long"),
     (["--gpus=x", "train", "--workdir=w"], "gpus = x is no number"),
     (["--signal-minutes=0", "train", "--workdir=w"], "signal_minutes = 0"),
 ]

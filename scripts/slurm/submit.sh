@@ -46,7 +46,7 @@ while (($#)); do
     --slices=*) slices="${1#*=}" ;;
     --at-once=*) at_once="${1#*=}" ;;
     --after=*) after="${1#*=}" ;;
-    --sbatch=*) extra+=("${1#*=}") ;;
+    --sbatch=-?*) extra+=("${1#*=}") ;;
     --dry-run) dry=1 ;;
     -*)
       usage >&2
