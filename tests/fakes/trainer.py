@@ -1,7 +1,8 @@
 """Stands for llama_jax.main in tests of sweeps: the same arguments, signals, exit codes and files, but no training.
 
-FAKE_LOSSES names a JSON file {STAGE/RUN: loss, "diverged", or an exit code as {"code": 3} or signal {"kill": 9}}; runs without an entry get
-4.0. FAKE_UPDATES updates of FAKE_STEP_S seconds each; FAKE_STARTS names a file to which every start adds a line.
+FAKE_LOSSES names a JSON file {STAGE/RUN: loss, "diverged", an exit code as {"code": 3} or a signal as {"kill": 9}};
+runs without an entry get 4.0. FAKE_UPDATES updates of FAKE_STEP_S seconds each; FAKE_STARTS names a file to which every
+start adds a line.
 """
 
 import json

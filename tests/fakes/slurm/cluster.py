@@ -5,8 +5,8 @@ Nothing runs until somebody calls Cluster.drain(), which plays the node: it runs
 function may meanwhile do to a running job what time limits, users and broken nodes do. What matters to scripts is as in
 the real one: the script is a copy in a spool folder; --signal=B: reaches the batch shell alone; srun hands USR1 on, but
 kills the task when it gets TERM, and exits with 128 + n for a task that a signal ended; scancel signals the tasks, and
-the process group of the shell; requeueing kills the job; the last task of an array has the id of the whole array, so that a requeue
-by that id means all of them.
+the process group of the shell; requeueing kills the job; the last task of an array has the id of the whole array, so
+that a requeue by that id means all of them.
 """
 
 import json
