@@ -257,7 +257,7 @@ def _curve(name: str, values: Any) -> np.ndarray:
     """Numbers as float64 [n]; None, a JSON null, becomes NaN."""
     try:
         curve = np.asarray(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise MeasureError(f"{name}: a list of numbers is needed") from None
     if curve.ndim != 1 or np.asarray(values).dtype.kind in "USb":
         raise MeasureError(f"{name}: a list of numbers is needed")

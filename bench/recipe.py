@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import recipe_fields
 from llama_jax import config as configs
 from llama_jax.errors import ConfigError, Error, run_command
 
@@ -41,16 +42,20 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
     if options.config is None:
         raise ConfigError("--config=FILE is required, for example --config=configs/sft_360m.py")
     trace = str(options.trace or "")
-    variables = {options.rows: "$SFT_DATA", options.hf_ckpt: "$HF_CKPT", options.out: "$OUT", trace: "$TRACE"}
+    names = {options.rows: "$SFT_DATA", options.hf_ckpt: "$HF_CKPT", options.out: "$OUT", trace: "$TRACE"}
+    variables = {path: name for path, name in names.items() if path}
     if options.hf_ckpt:
         overrides = {**overrides, "model.init_from": options.hf_ckpt}
     config = configs.load(options.config, {**overrides, "data.path": options.rows})
     if Path(options.out).exists():
         raise ConfigError(f"--out={options.out} exists; a run has a record of its own")
+    from bench import record  # no device is needed yet
+
+    record.reserve(options.out)
     from llama_jax import runtime
 
     runtime.prepare(config)
-    from bench import measure, recipe_run, record  # after prepare(): importing them may start the backend
+    from bench import measure, recipe_run  # after prepare(): importing them may start the backend
 
     about = recipe_run.About(
         id=options.id,
@@ -83,7 +88,7 @@ def _said(word: str, variables: dict[str, str]) -> str:
     name, equals, value = word.partition("=")
     if equals and value in variables:
         return f"{name}={variables[value]}"
-    return variables[word] if word in variables else shlex.quote(word)
+    return variables[word] if word in variables else shlex.quote(recipe_fields.anonymous(word))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ What `auto` became is compared, not the word: `model.attention` below stands for
 
 import shlex
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from bench import megatron
@@ -221,6 +222,12 @@ def _fields(config: Mapping[str, Any], resolved: Mapping[str, str]) -> dict[str,
     if resolved["head"] == "plain":
         del flat["model.head_chunk_rows"]  # it has no chunks
     return flat
+
+
+def anonymous(word: str) -> str:
+    """A word of a command line; a path from the root, which only this machine has, is left with its last name."""
+    name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    return f"{name}{equals}DIR/{PurePath(value).name}" if value.startswith("/") else word
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -89,8 +89,14 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
     """
     begin = about.started or time.time()
     check_config(config, workload)
+    said = _said(config, about, begin)  # before the training, so that a slip doesn't cost it
     source = data.open_source(config)
     rows_made = _rows(Path(config.data.path), workload)
+    if source.sequences < STEPS * workload.rows:  # what is held out is no part of them
+        raise DataError(
+            f"{config.data.path}: {source.sequences:,} rows to train on, the {STEPS} steps take "
+            f"{STEPS * workload.rows:,}: lower data.validation_rows, or build more rows"
+        )
     with runtime.device_errors("lower training.microbatch or set model.remat"):
         built = build(config)
         before = _smi()
@@ -112,22 +118,14 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
         "image": record.image(software),
     }
     measured_run = measure.run_record([stamps], workload.tokens, built.mesh.size)
-    created = datetime.now(UTC).replace(microsecond=0)
     admitted, admitted_by = _admitted(about.admitted, begin)
     measured = {
-        "id": about.id or f"{config.name}-{created:%Y%m%dT%H%M%SZ}",
-        "status": about.status,
-        "created": f"{created:%Y-%m-%dT%H:%M:%SZ}",
-        "author": {"name": about.author, "link": about.author_link},
-        "reference_public": about.reference_public,
-        "model": _model(config, about),
+        **said,
         "rows": rows_made,
         "workload": workload._asdict(),
         "device": _device(built, about.network, before, after),
         "stack": software,
         "environment": _environment(),
-        "command": about.command,
-        "notes": list(about.notes),
         "conventions": {
             "cv_ddof": measure.CV_DDOF,
             "step_time": "difference of completion stamps, waiting for input included",
@@ -143,6 +141,28 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
         "figures": measure.figures(measured_run),
     }
     return record.new(measured)
+
+
+def _said(config: Any, about: About, begin: float) -> dict[str, Any]:
+    """The parts of a record that the run doesn't measure. Raises ConfigError for what a record can't hold."""
+    created = datetime.now(UTC).replace(microsecond=0)
+    said = {
+        "id": about.id or f"{re.sub(record.NO_NAME, '_', config.name) or 'recipe'}-{created:%Y%m%dT%H%M%SZ}",
+        "status": about.status,
+        "created": f"{created:%Y-%m-%dT%H:%M:%SZ}",
+        "author": {"name": about.author, "link": about.author_link},
+        "reference_public": about.reference_public,
+        "model": _model(config, about),
+        "command": about.command,
+        "notes": list(about.notes),
+    }
+    if wrong := record.problem_said(said):
+        raise ConfigError(wrong)
+    if not about.network:
+        raise ConfigError("network: it is empty")
+    if about.admitted is not None and not 0 < about.admitted <= begin:
+        raise ConfigError(f"admitted {about.admitted}: seconds since 1970 are needed, before the run began")
+    return said
 
 
 def _train(built: Built, source: data.Source, trace: Path | None) -> tuple[list[int], list[Any], str]:
@@ -268,8 +288,9 @@ def _environment() -> dict[str, Any]:
 
 
 def _setting(name: str) -> Any:
+    """The value in force; what has a context manager can't be read(), and some others can be read() only."""
     try:
-        return jax.config.read(name)
+        return getattr(jax.config, name) if hasattr(jax.config, name) else jax.config.read(name)
     except AttributeError:  # of another version of JAX
         return ABSENT
 
@@ -294,7 +315,9 @@ def _admitted(given: float | None, begin: float) -> tuple[float, str]:
     if given is not None:
         return given, "argument"
     text = os.environ.get("SLURM_JOB_START_TIME", "")
-    return (float(text), "scheduler") if text.isdecimal() else (begin, "process")
+    if text.isdecimal() and 0 < int(text) <= begin:
+        return float(text), "scheduler"
+    return begin, "process"
 
 
 def _smi() -> str | None:

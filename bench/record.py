@@ -12,6 +12,7 @@ Functions raise RecordError, one line. No device is needed.
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -33,6 +34,7 @@ from llama_jax.files import PathLike, canonical_json, read_json, write_json_atom
 FORMAT = "llama_jax.recipe.v1"
 STATUSES = ("reference", "recipe", "calibration")  # calibration: another run of the reference, for its noise
 NOT_PINNED = "not pinned"  # a version that nothing shows
+NO_NAME = r"[^\w.+-]"  # what an id doesn't hold
 PATHS = {"data.path": "$SFT_DATA", "model.init_from": "$HF_CKPT", "runtime.compile_cache": "$CACHE"}
 CLIP_RULE = "global norm of the gradient of a worker's mean loss"
 LOSS_DENOMINATOR = "targets of the update"
@@ -115,6 +117,21 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+SAID = ("id", "status", "created", "author", "reference_public", "model", "command", "notes")
+RESOLVED = {"compute_dtype", "residual_dtype", "attention", "head", "kernels", "gate"}
+
+
+def problem_said(said: Mapping[str, Any]) -> str | None:
+    """Why the fields SAID, which a run doesn't measure, can't stand in a record, or None."""
+    if wrong := schema.problem({name: SCHEMA[name] for name in SAID}, said):
+        return wrong
+    if said["status"] not in STATUSES:
+        return f"status {said['status']!r}: {', '.join(STATUSES)}"
+    if re.search(NO_NAME, said["id"]) or len(said["id"]) > 100:
+        return f"id {said['id'][:100]!r}: up to 100 letters, digits and ._+- are needed"
+    return None if all(isinstance(note, str) for note in said["notes"]) else "notes: a list of texts"
+
+
 def new(measured: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a run, verified."""
     verify(measured)
@@ -154,6 +171,14 @@ def check_record(record: Any) -> dict[str, Any]:
     return record
 
 
+def reserve(path: PathLike) -> None:
+    """Makes the folder of a record before the work begins. Raises ConfigError or OSError where none can be written."""
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--out={path}: no file can be written there")
+
+
 def write(path: PathLike, record: Mapping[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, check_record(dict(record)))
@@ -163,14 +188,11 @@ def verify(measured: Any) -> None:
     """Raises RecordError unless `measured` has the schema and every number that follows from others does."""
     if wrong := schema.problem(SCHEMA, measured):
         raise RecordError(wrong)
-    if measured["status"] not in STATUSES:
-        raise RecordError(f"status {measured['status']!r}: {', '.join(STATUSES)}")
-    if not re.fullmatch(r"[\w.+-]{1,100}", measured["id"]):
-        raise RecordError(f"id {measured['id'][:100]!r}: letters, digits and ._+- are needed")
+    if wrong := problem_said({name: measured[name] for name in SAID}):
+        raise RecordError(wrong)
     created(measured)
-    if not all(isinstance(note, str) for note in measured["notes"]):
-        raise RecordError("notes: a list of texts")
     time = measured["gpu_time"]
+    held = time["finished"] - time["admitted"]
     if not time["finished"] > time["admitted"] > 0:
         raise RecordError("gpu_time: finished must lie behind admitted")
     try:
@@ -181,6 +203,11 @@ def verify(measured: Any) -> None:
         arm = read_arm(measured["arm"])
     except MeasureError as error:
         raise RecordError(str(error)) from None
+    if sum(run.seconds) > held:
+        raise RecordError(f"gpu_time: the steps take {sum(run.seconds):.0f} s, {held:.0f} are between its ends")
+    for name in ("losses", "grad_norms"):
+        if any(isinstance(value, bool) or (value or 0) < 0 for value in measured["arm"][name]):
+            raise RecordError(f"arm.{name}: numbers from 0, or null for one that isn't finite, are needed")
     workload, rows = Workload(**measured["workload"]), measured["rows"]
     _equal(
         {
@@ -193,6 +220,10 @@ def verify(measured: Any) -> None:
             "arm.image": (arm.image, image(measured["stack"])),
         }
     )
+    made_of = rows["made_of"] or {}
+    for name in ("row_length", "rows_sha256") if made_of.get("rows") == rows["rows"] else ("row_length",):
+        if made_of.get(name, rows[name]) != rows[name]:
+            raise RecordError(f"rows.made_of: its {name} is {made_of[name]!r:.80}, not {rows[name]!r}")
     lengths = {name: len(measured["arm"][name]) for name in ("losses", "grad_norms", "learning_rates")}
     if set(lengths.values()) != {STEPS}:
         raise RecordError(f"arm: {STEPS} losses, gradient norms and learning rates are needed, there are {lengths}")
@@ -216,6 +247,10 @@ def _verify_config(measured: Mapping[str, Any], workload: Workload) -> None:
             "model.parameters": (measured["model"]["parameters"], flops.unique_params(config.model)),
         }
     )
+    if missing := RESOLVED - measured["resolved"].keys():
+        raise RecordError(f"resolved.{min(missing)}: missing field")
+    if bool(config.model.init_from) != (measured["model"]["checkpoint"] is not None):
+        raise RecordError("model.checkpoint: it must be null where model.init_from is empty, and only there")
     expected = invariants(config, measured["resolved"], measured["arm"])
     _agrees("arm.learning_rates", measured["arm"]["learning_rates"], expected["learning_rates"])
     for name in sorted(expected.keys() | measured["invariants"].keys()):
@@ -243,8 +278,10 @@ def stored_config(stored: Mapping[str, Any]) -> Any:
         config = configs.from_dict(nested)
     except ConfigError as error:
         raise RecordError(f"config: {error}") from None
-    derived = configs.to_dict(config)["derived"]
-    for name, value in (stored.get("derived") or {}).items():
+    derived, stated = configs.to_dict(config)["derived"], stored.get("derived", {})
+    if not isinstance(stated, dict):
+        raise RecordError(f"config: derived is {stated!r:.80}, not an object")
+    for name, value in stated.items():
         if not same(value, derived.get(name)):
             raise RecordError(f"config: derived.{name} is {value!r}, its fields give {derived.get(name)!r}")
     return config

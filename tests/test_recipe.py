@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ import pytest
 from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import FIELDS
 
-from bench import component, measure, recipe, recipe_run, record
+from bench import component, measure, recipe, recipe_fields, recipe_run, record
 from data_pipeline import verify
 from llama_jax import arena, config, data, export, model, rows
 from llama_jax import step as steps
@@ -75,6 +76,25 @@ def test_a_record_says_what_ran(folder):
     row_P = arena.to_row(model.init(settings.model, settings.seed), arena.make_layout(settings.model))
     assert measured["arm"]["init_sha256"] == hashlib.sha256(row_P.tobytes()).hexdigest()
     assert measured["stack"]["code_sha256"] != "d" * 64 and measured["stack"]["versions"]["jax"] == jax.__version__
+
+
+def test_the_settings_of_jax_are_those_in_force(folder):
+    found = read(folder, "fast")["measured"]["environment"]["jax"]
+    assert found == {name: found[name] for name in recipe_run.JAX_SETTINGS} and "absent" not in found.values()
+    assert (found["jax_enable_x64"], found["jax_disable_jit"]) == (False, False)
+    with jax.default_matmul_precision("tensorfloat32"), jax.disable_jit():
+        changed = recipe_run._environment()["jax"]
+    differing = {name: changed[name] for name in found if changed[name] != found[name]}
+    assert differing == {"jax_default_matmul_precision": "tensorfloat32", "jax_disable_jit": True}
+
+
+def test_paths_of_this_machine_are_not_recorded(folder, tmp_path):
+    assert str(folder) not in read(folder, "fast")["measured"]["command"]
+    words = ["--config=/home/someone/a b.py", "/home/someone/x.json", "--id=/", "configs/a.py", "--out", "rel/x.json"]
+    assert [recipe_fields.anonymous(word) for word in words] == [
+        "--config=DIR/a b.py", "DIR/x.json", "--id=DIR/", "configs/a.py", "--out", "rel/x.json",
+    ]  # fmt: skip
+    assert recipe._said("--note=", {"data/rows": "$SFT_DATA"}) == "--note="
 
 
 def test_rows_are_verified_against_a_record(folder, tmp_path, capsys):
@@ -172,7 +192,7 @@ def test_waiting_for_rows_counts_and_times_telescope(folder, monkeypatch):
     monkeypatch.setattr(
         recipe_run.measure, "timed_steps", lambda update, steps: real(update, steps, wait, lambda: now["ns"])
     )
-    made = run(folder, "slow", *FAST)["measured"]
+    made = run(folder, "slow", *FAST, f"--admitted={time.time() - 100}")["measured"]
     (folder / "records" / "slow.json").unlink()
     (stamps,) = made["run"]["stamps_ns"]
     assert next(clock) == 0 and stamps == [1_500_000_000 * i for i in range(21)]
@@ -188,16 +208,51 @@ REFUSED = {
     "--config.training.epoch_targets_per_parameter=1.1": "an update has",
     "--workload=128x8192": "needs 8192",
     "--config.runtime.mesh_data=3": "mesh_data",
+    "--id=a b": "id 'a b'",
+    "--author=": "author.name: it is empty",
+    "--revision=": "model.revision: it is empty",
+    "--network=": "network",
+    "--admitted=99999999999": "admitted",
+    "--admitted=nan": "admitted",
 }
 
 
 @pytest.mark.parametrize("word", REFUSED)
-def test_what_is_no_recipe_is_refused(folder, word):
+def test_what_is_no_recipe_is_refused(folder, word, monkeypatch):
+    """Before anything is trained."""
+    monkeypatch.delattr(recipe_run, "_train")
     whole = {"context": 480, "synthetic": 512}  # targets that are whole rows of these
     words = [word, *(f"--config.training.batch_targets={n}" for part, n in whole.items() if part in word)]
     with pytest.raises(ConfigError, match=REFUSED[word]):
         run(folder, "refused", *words)
     assert not (folder / "records" / "refused.json").exists()
+
+
+def test_what_cannot_be_written_or_read_is_refused_before_the_training(folder, tmp_path, monkeypatch):
+    monkeypatch.delattr(recipe_run, "_train")
+    with pytest.raises(DataError, match="159 rows to train on, the 20 steps take 160"):
+        run(folder, "held", "--config.data.validation_rows=9")  # of 168
+    (tmp_path / "file").write_text("")
+    places = [str(folder / "records" / f"{name}.json") for name in ("reference", "fast")]
+    with pytest.raises(OSError, match="exists"):
+        run(folder, "nowhere", f"--out={tmp_path / 'file' / 'x.json'}")
+    with pytest.raises(OSError, match="exists"):
+        component.main([*places, f"--out={tmp_path / 'file' / 'x.json'}"])
+    with pytest.raises(ConfigError, match="no file can be written"):
+        component.main([*places, f"--out={tmp_path}"])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="no file can be written"):
+        run(folder, "forbidden")
+    for word in ("--rows=0", "--attention-rows=-1"):
+        with pytest.raises(SystemExit):
+            component.main([*places, f"--out={tmp_path / 'x.json'}", word])
+
+
+def test_a_component_test_that_cannot_run_here_is_refused(folder, tmp_path):
+    places = [str(folder / "records" / f"{name}.json") for name in ("reference", "fast")]
+    with pytest.raises(ConfigError, match="cudnn can't run here"):
+        component.main([*places, f"--out={tmp_path / 'x.json'}", "--also=attention"])
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_runs_that_end_badly_leave_no_record(folder, monkeypatch):

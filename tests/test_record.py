@@ -86,6 +86,26 @@ MUTANTS = {
     "an integer for a boolean": ("reference_public", 1),
     "an empty text": ("author/name", ""),
     "end before start": ("gpu_time/finished", 1.0),
+    "less time than its steps": ("gpu_time/finished", 1.0e9 + 10),
+    "no time at all": ("gpu_time/admitted", 1.0e9 + 360),
+    "derived numbers that are a list": ("config/derived", [1]),
+    "derived numbers that are null": ("config/derived", None),
+    "no resolved dtype": ("resolved/compute_dtype", KeyError),
+    "no resolved residual dtype": ("resolved/residual_dtype", KeyError),
+    "no resolved head": ("resolved/head", KeyError),
+    "no resolved gate": ("resolved/gate", KeyError),
+    "nothing resolved": ("resolved", {}),
+    "a loss that is a truth value": ("arm/losses/4", True),
+    "a loss below 0": ("arm/losses/4", -1.0),
+    "a gradient norm below 0": ("arm/grad_norms/19", -1.0),
+    "a loss beyond all floats": ("arm/losses/4", 10**400),
+    "a learning rate beyond all floats": ("arm/learning_rates/4", 10**400),
+    "a figure beyond all floats": ("figures/step_seconds", 10**400),
+    "a stamp beyond all clocks": ("run/stamps_ns/0/20", 10**400),
+    "a checkpoint that was not loaded": ("model/checkpoint", "$HF_CKPT"),
+    "weights without a checkpoint": ("config/model/init_from", "$HF_CKPT"),
+    "rows made with another hash": ("rows/made_of", {"rows": 160, "rows_sha256": "0" * 64}),
+    "rows made with another length": ("rows/made_of", {"rows": 9999, "row_length": 31}),
 }
 
 
@@ -96,6 +116,12 @@ def test_a_record_that_contradicts_itself_is_refused(name):
     with pytest.raises(RecordError) as error:
         record.check_record(edited(recipe(), path, value))
     assert "\n" not in str(error.value)
+
+
+def test_rows_may_be_the_first_of_more():
+    made_of = {"rows": 9999, "row_length": 32, "rows_sha256": "0" * 64}
+    record.check_record(edited(recipe(), "rows/made_of", made_of))
+    record.check_record(edited(recipe(), "rows/made_of", {"rows": 160, "rows_sha256": "a" * 64}))
 
 
 def test_the_hash_covers_what_nothing_else_shows(tmp_path):
