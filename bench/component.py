@@ -23,9 +23,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from bench import recipe_fields
+from bench import recipe_fields, schema
 from bench.recipe_fields import same
-from bench.record import RecordError, digest, image
+from bench.record import SCHEMA, RecordError, digest, image
+from bench.schema import Free
 from llama_jax.errors import ConfigError, run_command
 from llama_jax.files import PathLike, read_json, write_json_atomic
 
@@ -38,11 +39,15 @@ ALSO = {
     "optimizer": ({"optimizer": "tree"}, {"optimizer": "arena"}),
     "workers": ({"workers": "loop"}, {"workers": "vmap"}),
 }
-FIELDS = {"created", "command", "stack", "device_kind", "tests"}
-TEST = {
-    "component", "compares", "a", "b", "layer_shape", "dtype", "bound", "error_metric", "oracle", "seeds", "errors",
-    "worst_error", "worst", "passed",
+MEASURED: dict[str, Any] = {
+    "created": str, "command": str, "stack": SCHEMA["stack"], "device_kind": str, "tests": list,
 }  # fmt: skip
+TEST: dict[str, Any] = {
+    "component": str, "compares": str, "a": Free((str, int)), "b": Free((str, int)), "layer_shape": Free((int,)),
+    "dtype": str, "bound": {"factor": float, "slack": float}, "error_metric": str, "oracle": str, "seeds": list,
+    "errors": dict, "worst_error": (float, type(None)), "worst": (dict, type(None)), "passed": bool,
+}  # fmt: skip
+ERRORS = {"a": list, "b": list}
 
 
 def measure(case: Any, a: Callable[..., Any], b: Callable[..., Any], kinds: Sequence[str], seeds: Sequence[int]) -> Any:
@@ -139,32 +144,49 @@ def check_record(record: Any) -> dict[str, Any]:
     """The record itself, if it is one of component tests and its verdicts follow from its errors."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise RecordError(f"no record of component tests: its format is not {FORMAT}")
-    if set(record) != {"format", "sha256", "measured"} or set(record["measured"]) != FIELDS:
-        raise RecordError(f"measured has {', '.join(sorted(FIELDS))} and nothing else")
-    for found in record["measured"]["tests"]:
-        if set(found) != TEST:
-            raise RecordError(f"a test has {', '.join(sorted(TEST))} and nothing else")
+    if set(record) != {"format", "sha256", "measured"}:
+        raise RecordError("a record has format, sha256 and measured, and nothing else")
+    if wrong := schema.problem(MEASURED, record["measured"]):
+        raise RecordError(wrong)
+    for number, found in enumerate(record["measured"]["tests"]):
+        if wrong := _problem(found, f"tests.{number}."):
+            raise RecordError(wrong)
         name = found["component"]
         if not same(found["bound"], {"factor": FACTOR, "slack": SLACK}):
             raise RecordError(f"{name}: its bound is {found['bound']}, not {FACTOR} and {SLACK}")
-        lengths = {
-            len(entry[side]) for outputs in found["errors"].values() for entry in outputs.values() for side in "ab"
-        }
-        if lengths != {len(found["seeds"])}:
-            raise RecordError(f"{name}: not one error for each seed")
         for key, true in judge(found["errors"]).items():
             if not same(found[key], true):
-                raise RecordError(f"{name}: {key} is {found[key]}, its errors give {true}")
+                raise RecordError(f"{name}: {key} is {found[key]!r:.100}, its errors give {true!r:.100}")
     if record["sha256"] != digest(record["measured"]):
         raise RecordError("it was changed after it was written: its sha256 is not that of what it holds")
     return record
 
 
+def _problem(found: Any, path: str) -> str | None:
+    """Where a test of a record has another form than TEST, with one error from 0, or null, for each seed."""
+    if wrong := schema.problem(TEST, found, path):
+        return wrong
+    if not all(type(seed) is int for seed in found["seeds"]):
+        return f"{path}seeds: whole numbers are needed"
+    for kind, outputs in found["errors"].items():
+        wanted = dict.fromkeys(outputs, ERRORS) if isinstance(outputs, dict) else ERRORS
+        if wrong := schema.problem(wanted, outputs, f"{path}errors.{kind}."):
+            return wrong
+        for output, entry in outputs.items():
+            values = [*entry["a"], *entry["b"]]
+            if any(x is not None and (type(x) is not float or not 0 <= x < math.inf) for x in values):
+                return f"{path}errors.{kind}.{output}: numbers from 0, or null for one that isn't finite, are needed"
+            if {len(entry["a"]), len(entry["b"])} != {len(found["seeds"])}:
+                return f"{path}errors.{kind}.{output}: not one error for each seed"
+    return None
+
+
 def valid(
     found: Mapping[str, Any], record: Mapping[str, Any], measured: Mapping[str, Any], settings: Any
 ) -> str | None:
-    """Why a test of a component record says nothing about a recipe, or None: another device, software, shape, dtype."""
-    from bench.component_draws import shape_of
+    """Why a test of a component record says nothing about a recipe, or None: another device, software, shape, dtype,
+    fewer seeds or kinds of inputs than are needed."""
+    from bench.component_draws import KINDS, shape_of
 
     rows = found["layer_shape"].get("rows", 1)
     stated = {
@@ -173,6 +195,7 @@ def valid(
         "shape": (found["layer_shape"], shape_of(found["component"], settings, rows)),
         "dtype": (found["dtype"], measured["resolved"]["compute_dtype"]),
         "seeds": (len(set(found["seeds"])) >= len(SEEDS), True),
+        "inputs": (sorted(found["errors"]), sorted(KINDS)),
     }
     wrong = [name for name, (have, want) in stated.items() if not same(have, want)]
     return f"of another {', '.join(wrong)}" if wrong else None
@@ -183,8 +206,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("reference", help="record of the reference")
     parser.add_argument("recipe", help="record of the recipe")
     parser.add_argument("--out", required=True, help="JSON file of the record")
-    parser.add_argument("--rows", type=int, help="rows of the inputs of head, norm and MLP (default: a microbatch)")
-    parser.add_argument("--attention-rows", type=int, default=1, help="rows of the inputs of attention (default: 1)")
+    parser.add_argument("--rows", type=_whole, help="rows of the inputs of head, norm and MLP (default: a microbatch)")
+    parser.add_argument("--attention-rows", type=_whole, default=1, help="rows of the inputs of attention (default: 1)")
     parser.add_argument("--also", action="append", default=[], choices=sorted(ALSO), help="a test no swap asks for")
     parser.add_argument("--commit", help="of the checkout, where there is no git")
     parser.add_argument("--debug", action="store_true", help="traceback for an error")
@@ -195,6 +218,7 @@ def main(arguments: Sequence[str]) -> None:
     config = records.stored_config(recipe["config"])
     from llama_jax import runtime
 
+    records.reserve(options.out)
     with config.unlocked():  # of this machine, not of the one that made the record
         config.runtime.compile_cache = ""
     runtime.prepare(config)
@@ -207,6 +231,10 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"{options.recipe}: made on {recipe['device']['kind']} with its own versions and sources")
     wanted = recipe_fields.needed(reference, recipe)
     wanted += [{"component": name, "a": ALSO[name][0], "b": ALSO[name][1]} for name in options.also]
+    if any(pair[side].get("attention") == "cudnn" for pair in wanted for side in "ab"):
+        with config.unlocked():
+            config.model.attention = "cudnn"
+        runtime.resolve(config)  # raises ConfigError where it can't run
     rows, tests = options.rows or config.training.microbatch, []
     with runtime.device_errors("lower --rows or --attention-rows"):
         for pair in wanted:
@@ -216,13 +244,19 @@ def main(arguments: Sequence[str]) -> None:
             print(line(found), flush=True)
     measured = {
         "created": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "command": shlex.join(["python", "-m", "bench.component", *arguments]),
+        "command": shlex.join(["python", "-m", "bench.component", *map(recipe_fields.anonymous, arguments)]),
         "stack": stack,
         "device_kind": kind,
         "tests": tests,
     }
     record = {"format": FORMAT, "sha256": digest(measured), "measured": measured}
     write_json_atomic(options.out, check_record(record))
+
+
+def _whole(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 1 is needed")
+    return int(text)
 
 
 def line(found: Mapping[str, Any]) -> str:

@@ -127,7 +127,7 @@ def component_record(found, error=1e-3, **changes):
     tests = []
     for wanted in recipe_fields.needed(measured(), found["measured"]):
         entry = {"a": [1e-3] * 3, "b": [error] * 3}
-        errors = {"normal": {"y": entry}}
+        errors = {kind: {"y": entry} for kind in component_draws.KINDS}
         tests.append(
             {
                 **wanted, "compares": "made up", "dtype": "bfloat16", "bound": {"factor": 2.0, "slack": 1e-6},
