@@ -35,6 +35,9 @@ def check(recipe: Record, against: Against, workload: Workload = PROTOCOL) -> di
             raise RecordError(f"{one['id']} and {measured['id']}: of another model, GPU type or workload")
     if reference["status"] != "reference":
         raise RecordError(f"{reference['id']}: its status is {reference['status']}, a reference is needed")
+    arms = [against.reference["sha256"], *(other["sha256"] for other in against.calibration)]
+    if len(set(arms)) != len(arms) or recipe["sha256"] in arms[1:]:
+        raise RecordError("calibration: each run of the reference counts once, and none is the recipe itself")
     for other in against.calibration:
         found = configuration(reference, other["measured"])
         if found["invariants"] or any(change["class"] != BOOKKEEPING for change in found["changes"]):

@@ -13,6 +13,7 @@ from bench.gpus import Gpus
 from bench.ranking import HEAD, Entry, Pair, cells
 from bench.recipe_checks import summary
 from bench.record import PROTOCOL
+from llama_jax.errors import DataError
 from llama_jax.files import write_atomic
 from scripts import report, report_figures
 from scripts.report import text
@@ -128,7 +129,7 @@ def _curves(pair: Pair, number: int) -> list[Drawing]:
             axes.plot(range(len(seconds)), seconds, label=entry.measured["id"], marker=".", **look(index))
         axes.axvspan(first - 0.5, end - 0.5, color=report_figures.COLOURS[0], alpha=0.06, linewidth=0)
         axes.set_ylim(0, 1.25 * longest)
-        axes.set_xlabel("step")
+        _steps(axes)
         axes.set_ylabel("seconds")
         return f"Steps {first} to {end - 1} are measured; compilation, in the first, is cut off."
 
@@ -138,7 +139,7 @@ def _curves(pair: Pair, number: int) -> list[Drawing]:
             axes.plot(
                 range(len(arm)), [math.nan if x is None else x for x in arm], label=entry.measured["id"], **look(index)
             )
-        axes.set_xlabel("step")
+        _steps(axes)
         axes.set_ylabel("nats")
         return "Mean loss of a step over all its targets, before its update."
 
@@ -149,7 +150,7 @@ def _curves(pair: Pair, number: int) -> list[Drawing]:
                 arms = (one.measured["arm"]["losses"] for one in (entry, reference))
                 differences = [a - b if None not in (a, b) else math.nan for a, b in zip(*arms, strict=True)]
                 axes.plot(range(len(differences)), differences, label=entry.measured["id"], **look(index))
-        axes.set_xlabel("step")
+        _steps(axes)
         axes.set_ylabel("nats")
         return "Loss of a step minus that of the reference."
 
@@ -160,6 +161,11 @@ def _curves(pair: Pair, number: int) -> list[Drawing]:
     )
     made = (report_figures.drawing(name, title, plot) for name, title, plot in plans)
     return [found for found in made if found is not None]
+
+
+def _steps(axes: Any) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _details(entry: Entry) -> str:
@@ -191,9 +197,11 @@ def _details(entry: Entry) -> str:
 def write(pairs: Sequence[Pair], gpus: Gpus, out: Path) -> list[Path]:
     """Writes a page for each model into a folder -> their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
     for model in sorted({pair.model for pair in pairs}):
         path = out / f"{''.join(c if c.isalnum() or c in '-_.' else '_' for c in model)}.html"
+        if path in written:
+            raise DataError(f"{path}: the pages of two models have this name; give the recipes of {model!r} another")
         write_atomic(path, page(model, [pair for pair in pairs if pair.model == model], gpus).encode())
         written.append(path)
     return written

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from recipe_records import LOSSES, WORKLOAD, checked, component_record, edited, recipe, reference, write
+from recipe_records import LOSSES, WORKLOAD, checked, component_record, edited, measured, recipe, reference, write
 
 from bench import gpus, ranking, recipe_page, record
 from bench import recipe as command
 from bench.record import RecordError
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, DataError
 from llama_jax.flops import peak_flops
 
 GPUS = gpus.read()
@@ -108,6 +108,7 @@ def test_swaps_need_their_component_tests():
         "of another shape": component_record(found, layer_shape={"rows": 4}),
         "of another dtype": component_record(found, dtype="float32"),
         "of another seeds": component_record(found, seeds=[1, 1, 1]),
+        "of another inputs": component_record(found, errors={"normal": {"y": {"a": [1e-3] * 3, "b": [1e-3] * 3}}}),
     }.items():
         checks = checked(found, GOLDEN, components=[other])["checks"]
         assert not checks["passed"] and {t["reason"] for t in checks["components"]["tests"]} == {name}, name
@@ -153,6 +154,17 @@ def test_further_runs_of_the_reference_calibrate_the_strict_flag():
     golden = next(entry for entry in pair.entries if entry.measured["id"] == "reference")
     assert golden.runs == pytest.approx((256 / 2.2, 256 / 2.1, 256 / 2.0, 256 / 2.0))
     assert "4 runs: 125, 116-128" in ranking.table([pair])
+
+
+def test_a_run_calibrates_once():
+    again = [reference(name=f"again{i}", status="calibration", seconds=2 + i / 10) for i in range(3)]
+    found = fast()
+    same_settings = record.new(measured("likewise", "recipe"))
+    for arms in ([again[0], again[1], again[0]], [*again, GOLDEN]):
+        with pytest.raises(RecordError, match="once"):
+            checked(found, GOLDEN, arms)
+    with pytest.raises(RecordError, match="the recipe itself"):
+        checked(same_settings, GOLDEN, [*again, same_settings])
 
 
 def test_differences_within_the_spread_are_ties():
@@ -231,6 +243,9 @@ def test_the_page_is_whole_and_its_numbers_are_recomputed(tmp_path):
     assert "not the protocol's" in text
     again = recipe_page.page("tiny", [pair for pair in pairs if pair.model == "tiny"], GPUS)
     assert again == content  # nothing of the moment is in it
+    alike = listed(reference(model="another/one"), reference(model="another_one"))
+    with pytest.raises(DataError, match=r"another_one\.html"):
+        recipe_page.write(alike, GPUS, tmp_path / "pages")
 
 
 def test_the_command_lists_checks_and_draws(tmp_path, capsys):
