@@ -15,6 +15,7 @@ from bench.measure import STEPS
 from bench.recipe_fields import BOOKKEEPING, STRUCTURAL, SWAP, same
 from bench.record import PROTOCOL, RecordError, Workload, stored_config
 
+OF_A_MACHINE = ("device/driver", "variables/NCCL_")  # may differ between runs of a reference on machines of one type
 ELIGIBLE = (BOOKKEEPING, STRUCTURAL, SWAP)
 Record = Mapping[str, Any]
 
@@ -40,7 +41,8 @@ def check(recipe: Record, against: Against, workload: Workload = PROTOCOL) -> di
         raise RecordError("calibration: each run of the reference counts once, and none is the recipe itself")
     for other in against.calibration:
         found = configuration(reference, other["measured"])
-        if found["invariants"] or any(change["class"] != BOOKKEEPING for change in found["changes"]):
+        others = [change["field"] for change in found["changes"] if change["class"] != BOOKKEEPING]
+        if found["invariants"] or not all(field.startswith(OF_A_MACHINE) for field in others):
             raise RecordError(f"{other['measured']['id']}: not another run of the reference, its settings differ")
     parts = {
         "workload": {"passed": Workload(**measured["workload"]) == workload},

@@ -159,6 +159,15 @@ def test_further_runs_of_the_reference_calibrate_the_strict_flag():
 def test_a_run_calibrates_once():
     again = [reference(name=f"again{i}", status="calibration", seconds=2 + i / 10) for i in range(3)]
     found = fast()
+
+    def elsewhere(measured):
+        measured["device"]["driver"] = "580.2"
+        measured["environment"]["variables"]["NCCL_NVLS_ENABLE"] = "0"
+
+    other_machine = reference(name="elsewhere", status="calibration", change=elsewhere)
+    assert checked(found, GOLDEN, [*again[:2], other_machine])["checks"]["convergence"]["calibration"]["arms"] == 4
+    with pytest.raises(RecordError, match="not another run of the reference"):
+        checked(found, GOLDEN, [*again[:2], reference(name="r", status="calibration", fields={"model.remat": True})])
     same_settings = record.new(measured("likewise", "recipe"))
     for arms in ([again[0], again[1], again[0]], [*again, GOLDEN]):
         with pytest.raises(RecordError, match="once"):
