@@ -28,7 +28,7 @@ from bench.recipe_fields import same
 from bench.record import SCHEMA, RecordError, digest, image
 from bench.schema import Free
 from llama_jax.errors import ConfigError, run_command
-from llama_jax.files import PathLike, read_json, write_json_atomic
+from llama_jax.files import PathLike, read_json, reserve, write_json_atomic
 
 FORMAT = "llama_jax.component.v1"
 FACTOR, SLACK = 2.0, 1e-6
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str]) -> None:
     config = records.stored_config(recipe["config"])
     from llama_jax import runtime
 
-    records.reserve(options.out)
+    reserve(options.out)
     with config.unlocked():  # of this machine, not of the one that made the record
         config.runtime.compile_cache = ""
     runtime.prepare(config)

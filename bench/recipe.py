@@ -28,6 +28,7 @@ from typing import Any
 from bench import recipe_fields
 from llama_jax import config as configs
 from llama_jax.errors import ConfigError, Error, run_command
+from llama_jax.files import reserve
 
 STARTED = time.time()  # of the process, nearly
 
@@ -49,13 +50,11 @@ def _run(options: argparse.Namespace, overrides: dict[str, str], words: Sequence
     config = configs.load(options.config, {**overrides, "data.path": options.rows})
     if Path(options.out).exists():
         raise ConfigError(f"--out={options.out} exists; a run has a record of its own")
-    from bench import record  # no device is needed yet
-
-    record.reserve(options.out)
+    reserve(options.out)
     from llama_jax import runtime
 
     runtime.prepare(config)
-    from bench import measure, recipe_run  # after prepare(): importing them may start the backend
+    from bench import measure, recipe_run, record  # after prepare(): importing them may start the backend
 
     about = recipe_run.About(
         id=options.id,

@@ -12,7 +12,6 @@ Functions raise RecordError, one line. No device is needed.
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -169,14 +168,6 @@ def check_record(record: Any) -> dict[str, Any]:
     if record["sha256"] != digest(record["measured"]):
         raise RecordError("it was changed after it was written: its sha256 is not that of what it holds")
     return record
-
-
-def reserve(path: PathLike) -> None:
-    """Makes the folder of a record before the work begins. Raises ConfigError or OSError where none can be written."""
-    folder = Path(path).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"--out={path}: no file can be written there")
 
 
 def write(path: PathLike, record: Mapping[str, Any]) -> None:

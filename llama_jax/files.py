@@ -1,5 +1,6 @@
 """Writing files so that a crash leaves either the old or the new content, and reading them strictly (stdlib only)."""
 
+import errno
 import hashlib
 import json
 import os
@@ -36,6 +37,17 @@ def publish(file: BinaryIO, temporary: PathLike, path: PathLike) -> None:
     os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(Path(path).parent)
+
+
+def reserve(path: PathLike) -> None:
+    """Makes the directory of a file that long work will write. Raises OSError where none could be written."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    for wrong, number in (
+        (Path(path).is_dir(), errno.EISDIR),
+        (not os.access(Path(path).parent, os.W_OK), errno.EACCES),
+    ):
+        if wrong:
+            raise OSError(number, os.strerror(number), str(path))
 
 
 def write_json_atomic(path: PathLike, value: Any) -> None:
