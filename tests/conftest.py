@@ -3,12 +3,20 @@
 They are environment variables, set before anything imports JAX, so that commands started by a test inherit them.
 """
 
+import importlib.metadata
 import os
 
 import hypothesis
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+# XLA's newer emitters of CPU code are most of the time that a small program compiles. JAX 0.12 has no others.
+# Processes of harness.Commands compile as those of users do, unless a test compares them with a run in this one.
+OLD_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+_flags = os.environ.get("XLA_FLAGS", "").split()
+if importlib.metadata.version("jaxlib").startswith("0.10.") and OLD_EMITTERS not in _flags:
+    os.environ["XLA_FLAGS"] = " ".join([*_flags, OLD_EMITTERS])
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import conftest
 import jax
 import numpy as np
 
@@ -154,18 +155,27 @@ class Ended:
 
 
 class Commands:
-    """Starts the command in processes of its own, which share a compile cache."""
+    """Starts the command in processes of its own, which share a compile cache.
 
-    def __init__(self, directory):
+    quick: they compile as modules with `quick_compilation` do, for runs that are compared with one of such a module.
+    """
+
+    def __init__(self, directory, quick=False):
         self.directory = Path(directory)
+        self.quick = quick
         self.count = 0
 
     def environment(self, fault=None, **more):
         """The variables of a process, and the file where it notes the faults that fired."""
         self.count += 1
         fired = self.directory / f"fired-{self.count}"
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        if not self.quick:
+            flags = [flag for flag in flags if flag != conftest.OLD_EMITTERS]
         variables = {
             **os.environ,
+            "XLA_FLAGS": " ".join(flags),
+            **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self.quick else {}),
             "PYTHONPATH": str(ROOT),
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

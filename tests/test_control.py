@@ -175,9 +175,8 @@ def test_who_is_away_does_not_count():
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def noisy_update(x_NP, lr, mixing, schedule, scheme):
+def noisy_update(x_NP, noise_NP, mixing, schedule, scheme):
     update, gamma = mixing
-    noise_NP = lr * jax.random.normal(jax.random.fold_in(jax.random.key(5), update), x_NP.shape)
     if scheme == "atc":
         x_NP = x_NP + noise_NP
     x_NP = topology.mix(x_NP, schedule, update % schedule.period, gamma, axis=None)
@@ -199,19 +198,24 @@ def test_the_distance_is_held_while_the_learning_rate_falls_tenfold(name, worker
     updates, mesh = 1200, step.make_mesh(1, 1)
     chosen = settings(workers, name, scheme, updates, rho=rho, start_frac=0.25, min_gamma=1e-4)
     schedule, advance, held = step.make_schedule(chosen), control.make_control(chosen, mesh), control.init(mesh)
-    state = state_of(np.zeros((workers, PADDED), np.float32), mesh)
-    x_NP, ratios, gammas = state.params_NP, [], []
-    for update in range(updates):
-        falls = max(0.0, (update - 300) / 900)
-        lr = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * falls))
-        gammas.append(held.gamma)
-        x_NP = noisy_update(x_NP, np.float32(lr), (np.int32(update), held.gamma), schedule, scheme)
-        if (update + 1) % schedule.period == 0:
-            held = advance(state._replace(params_NP=x_NP), held, np.int32(update + 1))
-            ratios.append((update + 1, held.distance))
-    target, gammas = rho * float(held.reference), np.array([float(gamma) for gamma in gammas])
-    assert (gammas[:300] == 1).all()
-    settled = np.array([float(distance) / target for update, distance in ratios if update > 400])
+    state, ends = state_of(np.zeros((workers, PADDED), np.float32), mesh), np.arange(0, updates, schedule.period)
+    falls = np.maximum(0, (np.arange(updates) - 300) / 900)
+    lr = 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * falls))
+
+    def cycle(carry, given):
+        (x_NP, held), (first, lr_K, noise_KNP) = carry, given
+        for i in range(schedule.period):
+            x_NP = noisy_update(x_NP, lr_K[i] * noise_KNP[i], (first + i, held.gamma), schedule, scheme)
+        moved = advance(state._replace(params_NP=x_NP), held, first + schedule.period)
+        return (x_NP, moved), (held.gamma, moved.distance)
+
+    noise = np.random.default_rng(5).standard_normal((updates, *state.params_NP.shape), np.float32)
+    per_cycle = (x.astype(np.float32).reshape(-1, schedule.period, *x.shape[1:]) for x in (lr, noise))
+    given = (ends.astype(np.int32), *per_cycle)
+    (x_NP, held), (gammas, distances) = jax.lax.scan(cycle, (state.params_NP, held), given)
+    target, gammas = rho * float(held.reference), np.array(gammas)
+    assert (gammas[ends < 300] == 1).all()
+    settled = np.array(distances)[ends + schedule.period > 400] / target
     assert np.abs(settled - 1).max() < 0.15
     error_NP = np.asarray(x_NP, np.float64) - np.asarray(x_NP, np.float64).mean(0)
     assert math.sqrt((error_NP**2).sum() / workers) == pytest.approx(target, rel=0.15)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from harness import tiny
+from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import runtime
 from llama_jax.errors import ConfigError, DeviceError
@@ -301,9 +302,9 @@ def test_errors_of_the_device_get_advice():
 
 
 def test_without_jit_a_run_is_the_same_to_rounding(tmp_path):
-    # One update and one batch: operation by operation, each of them compiles some 400 programs.
+    # One update and one batch of the same shape: operation by operation, each shape compiles some 400 programs.
     changes = {"training.total_targets": 256, "lr_schedule.warmup_steps": 0, "lr_schedule.name": "constant"}
-    changes |= {"evaluation.batch_sequences": 32, "evaluation.full_at_end": False}
+    changes |= {"evaluation.subset_sequences": 16, "evaluation.full_at_end": False}
     for name, jit in (("slow", False), ("fast", True)):
         harness.run(tiny(changes, runtime__jit=jit), tmp_path / name)
     slow, fast = (np.frombuffer(harness.arrays(tmp_path / name)["params"], np.float32) for name in ("slow", "fast"))
@@ -311,6 +312,8 @@ def test_without_jit_a_run_is_the_same_to_rounding(tmp_path):
     np.testing.assert_allclose(slow, fast, rtol=1e-4, atol=2e-6)
     for a, b in zip(harness.lines(tmp_path / "slow"), harness.lines(tmp_path / "fast"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    sizes = [harness.KEPT(tiny(changes, runtime__jit=jit)).step._cache_size() for jit in (False, True)]
+    assert sizes == [0, 1]
 
 
 @pytest.fixture(scope="module")

@@ -78,10 +78,10 @@ def written(folder, cluster):
 
 def test_usr1_and_a_failed_node_end_bitwise_equal(cluster, submit, tmp_path):
     """Start 1 gets USR1 in update 3, start 2 loses its node behind a recovery checkpoint, start 3 ends."""
-    commands = harness.Commands(tmp_path)
+    commands = harness.Commands(tmp_path, quick=True)
     harness.run(tiny(), tmp_path / "unbroken")
     folder, faults = tmp_path / "a run; touch x", ["stop@step:3", "stop@after_manifest:2", None]
-    variables, _ = commands.environment(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    variables, _ = commands.environment()
     started, struck = [], []
 
     def more(job):
@@ -101,7 +101,7 @@ def test_usr1_and_a_failed_node_end_bitwise_equal(cluster, submit, tmp_path):
         wait_for(lambda: "asks the command to save" in node.text())
         continue_stopped(cluster, node.raw)
 
-    kept = {name: variables[name] for name in variables if name.startswith("JAX_")}
+    kept = {name: variables[name] for name in variables if name.startswith(("JAX_", "XLA_FLAGS"))}
     words = (f"--config={commands.save(tiny())}", f"--workdir={folder}", "--config.training.recovery_minutes=0")
     submitted = submit("--time=10", "train", *words, **kept)
     (job,) = cluster.jobs()

@@ -346,16 +346,6 @@ def test_nothing_recompiles_and_the_state_is_donated(mesh):
         assert update._cache_size() == 1
 
 
-def test_without_jit(mesh):
-    """Operation by operation the step gives the same; one chunk of the head keeps it short."""
-    update = step.make_step(SETTINGS, dataclasses.replace(FAST, head_chunk_rows=1000), mesh)
-    batch = step.make_batch(numpy_llama.tokens(ORACLE, 5), 1, 1, B)
-    with jax.disable_jit():
-        plain = host(update(state_of([row()]), batch, rates(1)))
-    assert update._cache_size() == 0
-    assert_rounding(plain, update(state_of([row()]), batch, rates(1)))
-
-
 def test_runs_repeat_bitwise(one, mesh):
     def run():
         state = step.init_state(row(), 1, mesh)

@@ -470,7 +470,7 @@ def test_a_campaign_killed_twice(tmp_path):
     """Three stages of real training, five runs. SIGTERM in stage a: the run saves. SIGKILL in stage b: the run saves by
     itself, and the next start waits for it. Then promotions by hand, and an interrupted run against an unbroken one.
     """
-    commands, out = harness.Commands(tmp_path), tmp_path / "campaign"
+    commands, out = harness.Commands(tmp_path, quick=True), tmp_path / "campaign"
     base = str(commands.save(harness.tiny()))
     stages = [
         {"name": "a", "config": base, "grid": {"optimizer.lr": [0.003, 0.03]}},
@@ -489,7 +489,7 @@ def test_a_campaign_killed_twice(tmp_path):
 
     def start(fault=None):
         """A start of the campaign; with a fault also the id of the run that it has stopped."""
-        variables, fired = commands.environment(fault, JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+        variables, fired = commands.environment(fault)
         pipe = subprocess.PIPE
         process = subprocess.Popen(words, cwd=ROOT, env=variables, stdout=pipe, stderr=pipe, text=True)
         if not fault:

@@ -43,7 +43,7 @@ def check_record(record):
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
     """Processes that share a compile cache."""
-    commands = Commands(tmp_path)
+    commands = Commands(tmp_path, quick=True)
     for name, value in commands.environment()[0].items():
         if "JAX" in name:
             monkeypatch.setenv(name, value)
