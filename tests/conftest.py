@@ -11,8 +11,10 @@ import hypothesis
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-# XLA's newer emitters of CPU code are most of the time that a small program compiles. JAX 0.12 has no others.
-# Processes of harness.Commands compile as those of users do, unless a test compares them with a run in this one.
+# Most of the time of the tests is the compilation of small programs: LLVM at its lowest level halves it, and once more
+# do XLA's old emitters of CPU code, which JAX 0.12 no longer has. Processes of harness.Commands compile as those of
+# users do, unless a test compares them with a run in this one.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 OLD_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if importlib.metadata.version("jaxlib").startswith("0.10.") and OLD_EMITTERS not in _flags:

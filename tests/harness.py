@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest import mock
 
 import conftest
-import jax
 import numpy as np
 
 from llama_jax import build as builds
@@ -103,7 +102,6 @@ class KeptBuilds:
             runtime.mesh_worker,
             runtime.mesh_data,
         ]
-        program.append(jax.config.read("jax_disable_most_optimizations"))  # modules of tests differ in it
         packed = configs.to_dict(config)["decentralized"]
         adaptive = packed["adaptive"]
         # The rest becomes an argument of the step, as worker_lr; a gamma on the device is another kind of argument.
@@ -157,7 +155,7 @@ class Ended:
 class Commands:
     """Starts the command in processes of its own, which share a compile cache.
 
-    quick: they compile as modules with `quick_compilation` do, for runs that are compared with one of such a module.
+    quick: they compile as this process does, with little optimization, for runs that are compared with one in it.
     """
 
     def __init__(self, directory, quick=False):
@@ -169,13 +167,13 @@ class Commands:
         """The variables of a process, and the file where it notes the faults that fired."""
         self.count += 1
         fired = self.directory / f"fired-{self.count}"
-        flags = os.environ.get("XLA_FLAGS", "").split()
+        inherited = dict(os.environ)
         if not self.quick:
-            flags = [flag for flag in flags if flag != conftest.OLD_EMITTERS]
+            del inherited["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+            flags = inherited.get("XLA_FLAGS", "").split()
+            inherited["XLA_FLAGS"] = " ".join(flag for flag in flags if flag != conftest.OLD_EMITTERS)
         variables = {
-            **os.environ,
-            "XLA_FLAGS": " ".join(flags),
-            **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if self.quick else {}),
+            **inherited,
             "PYTHONPATH": str(ROOT),
             "JAX_COMPILATION_CACHE_DIR": str(self.directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -3,21 +3,10 @@
 It shares nothing with the package: loops over heads and positions, rotation by complex numbers, softmax row by row.
 """
 
-import jax
 import numpy as np
-import pytest
 from ml_collections import FrozenConfigDict
 
 MATRIX_STD = 0.15  # larger than the usual init, so that every part of a small model matters
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """For modules that import it: LLVM at its lowest level, which halves the time of these many small programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # what later modules share, such as the initialization, would differ in its last bits
 
 
 def model(**changes):

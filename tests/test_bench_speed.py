@@ -15,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 from harness import write_cache
-from numpy_llama import quick_compilation  # noqa: F401
 
 from bench import children, components, golden, ours, packed, peer, plain_jax, scaling, timing
 from bench.speed_tables import SPEED

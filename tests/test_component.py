@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import component_record, config, recipe
 
 from bench import component, component_cases, component_draws, component_layers, record

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import test_packed
 from harness import tiny
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, budget, build, control, network, step, topology, train
 from llama_jax.errors import ConfigError, NonFiniteError, run_command

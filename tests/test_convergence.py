@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 
 from bench import convergence, defects, sensitivity
 from bench.convergence import Arm, aa_noise, compare, guards, read_arm, strict, validate

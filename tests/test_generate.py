@@ -24,14 +24,6 @@ MODELS = {
 FLOAT32 = model.Numerics(jnp.float32, jnp.float32, "xla", "plain", own_gradients=False)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Each shape is compiled for a few tokens: the compiler's effort would be most of the time of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make(kind="tied", seed=0):
     section = hf_config.model_section(MODELS[kind])
     draw = np.random.default_rng(seed)

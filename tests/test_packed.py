@@ -22,7 +22,6 @@ import numpy_llama
 import pytest
 from harness import StopAfter, tiny
 from ml_collections import FrozenConfigDict
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, config, data, loss, model, optimizer, step, topology, train, validation
 from llama_jax.errors import ConfigError, NonFiniteError, Preempted, run_command
@@ -894,7 +893,7 @@ def check_devices():
 
 def with_four_devices(code):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    variables = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    variables = {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     ended = subprocess.run(
         [sys.executable, "-c", f"import test_packed as t\n{code}\nprint('done')"],
         cwd=ROOT,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from harness import tiny
 from ml_collections import FrozenConfigDict
-from numpy_llama import quick_compilation  # noqa: F401
 
 from bench import plain_jax
 from llama_jax import arena, loss, model, step

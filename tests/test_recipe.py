@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 from recipe_records import FIELDS
 
 from bench import component, measure, recipe, recipe_fields, recipe_run, record

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 from harness import tiny
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import runtime
 from llama_jax.errors import ConfigError, DeviceError

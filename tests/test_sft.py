@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from numpy_llama import quick_compilation as quick_compilation
 
 from llama_jax import config as configs
 from llama_jax import data, evaluate, export, hf, hf_files, loss, model, rows

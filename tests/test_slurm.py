@@ -17,7 +17,6 @@ import harness
 import pytest
 from fakes.slurm.cluster import Cluster
 from harness import tiny
-from numpy_llama import quick_compilation  # noqa: F401
 
 ROOT = harness.ROOT
 SUBMIT = ROOT / "scripts" / "slurm" / "submit.sh"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_llama
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, config, loss, model, optimizer, step
 
@@ -431,7 +430,7 @@ def test_a_mesh_of_four_devices_equals_one():
     run = subprocess.run(
         [sys.executable, "-c", SEVERAL],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

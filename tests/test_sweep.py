@@ -14,7 +14,6 @@ from pathlib import Path
 import harness
 import numpy as np
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import config as configs
 from llama_jax.errors import CheckpointError, ConfigError, Interrupted, Preempted

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from harness import KEPT, tiny, write_cache
-from numpy_llama import quick_compilation  # noqa: F401
 
 from bench import roofline, timing
 from llama_jax import config as configs

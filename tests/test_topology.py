@@ -89,9 +89,18 @@ def bits(x: np.ndarray) -> np.ndarray:
     return np.asarray(x).view(np.uint32)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimized():
+    """What claims bits is compiled with all optimizations, as in a run."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
+
+
 @pytest.fixture
 def quick_compilation():
-    """LLVM at its lowest level, for the many small programs; those that claim bits are compiled as in a run."""
+    """For many small programs."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -629,7 +638,7 @@ def test_devices_equal_one():
     run = subprocess.run(
         [sys.executable, "-c", SEVERAL],
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_llama
 import pytest
-from numpy_llama import quick_compilation  # noqa: F401
 
 from llama_jax import arena, config, model, step, validation
 
