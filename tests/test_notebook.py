@@ -54,7 +54,8 @@ def executed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SMOKE_UPDATES", str(UPDATES))
         patch.setenv("SMOKE_TEXT", str(folder / "text"))
-        for name, value in harness.Commands(folder).environment()[0].items():  # a compile cache that its runs share
+        variables, _ = harness.Commands(folder, quick=True).environment()  # a compile cache that its runs share
+        for name, value in variables.items():
             patch.setenv(name, value)
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):
             patch.setenv(name, str(folder / name))

@@ -17,8 +17,7 @@ def smoke(tmp_path):
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    variables, _ = harness.Commands(tmp_path).environment(VENV=str(python.parent.parent), **quick)
+    variables, _ = harness.Commands(tmp_path, quick=True).environment(VENV=str(python.parent.parent))
 
     def start(*arguments):
         words = ["bash", harness.ROOT / "scripts" / "tpu_smoke.sh", *arguments]
