@@ -268,7 +268,7 @@ def test_non_finite_exits_with_5(commands, tmp_path):
     assert harness.lines(tmp_path)[-1]["loss"] is None
 
 
-def test_the_smoke_preset_learns_with_overrides(commands, tmp_path):
+def test_the_smoke_preset_learns_with_overrides(tmp_path):
     """A third of its updates bring the loss from ln(64) = 4.16 near the entropy of the language, 1.21."""
     words = [
         "--config",
@@ -277,6 +277,7 @@ def test_the_smoke_preset_learns_with_overrides(commands, tmp_path):
         "60",
         "--config.lr_schedule.warmup_steps=10",
     ]
+    commands = harness.Commands(tmp_path, quick=True)
     ended = commands.run("llama_jax.main", *words, f"--workdir={tmp_path / 'run'}")
     assert (ended.code, ended.err) == (0, "")
     result = json.loads((tmp_path / "run/result.json").read_text())
