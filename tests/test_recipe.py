@@ -191,7 +191,7 @@ def test_waiting_for_rows_counts_and_times_telescope(folder, monkeypatch):
     monkeypatch.setattr(
         recipe_run.measure, "timed_steps", lambda update, steps: real(update, steps, wait, lambda: now["ns"])
     )
-    made = run(folder, "slow", *FAST, f"--admitted={time.time() - 100}")["measured"]
+    made = run(folder, "slow", *FAST, f"--admitted={time.time() - 1e6}")["measured"]
     (folder / "records" / "slow.json").unlink()
     (stamps,) = made["run"]["stamps_ns"]
     assert next(clock) == 0 and stamps == [1_500_000_000 * i for i in range(21)]

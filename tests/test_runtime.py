@@ -312,7 +312,7 @@ def test_without_jit_a_run_is_the_same_to_rounding(tmp_path):
     for a, b in zip(harness.lines(tmp_path / "slow"), harness.lines(tmp_path / "fast"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     sizes = [harness.KEPT(tiny(changes, runtime__jit=jit)).step._cache_size() for jit in (False, True)]
-    assert sizes == [0, 1]
+    assert sizes[0] == 0 < sizes[1]  # the fast one may have served other tests too
 
 
 @pytest.fixture(scope="module")
