@@ -228,6 +228,10 @@ class _Cursor(grain.DatasetIterator):
         for thread in list(self._loading):
             thread.join()
 
+    def __del__(self) -> None:
+        """Waits for no thread: the collector may run where a lock is held that the end of a thread needs."""
+        super().close()
+
     def _load_group(self, number: int) -> _Group:
         if self._group is None or self._group.number != number:
             self._group = None  # so that no more than the next group and the one after it are in memory

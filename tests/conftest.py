@@ -5,6 +5,7 @@ They are environment variables, set before anything imports JAX, so that command
 
 import importlib.metadata
 import os
+import signal
 
 import hypothesis
 
@@ -19,6 +20,11 @@ OLD_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 _flags = os.environ.get("XLA_FLAGS", "").split()
 if importlib.metadata.version("jaxlib").startswith("0.10.") and OLD_EMITTERS not in _flags:
     os.environ["XLA_FLAGS"] = " ".join([*_flags, OLD_EMITTERS])
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background jobs ignore it, and so would their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")

@@ -1,5 +1,6 @@
 """The loader: its order against an independent one, resume at every position, refusals, damage, threads."""
 
+import gc
 import hashlib
 import json
 import threading
@@ -485,6 +486,36 @@ def test_close_leaves_no_thread(tmp_path):
     wait_for(lambda: set(threading.enumerate()) <= before)
     with pytest.raises(ValueError, match="closed"):
         loaders[1].next(1)
+
+
+def test_a_dropped_loader_is_collected_without_waiting(tmp_path):
+    """The garbage collector may run anywhere, also where the end of a thread can't come."""
+    started, go_on, collected = threading.Event(), threading.Event(), threading.Event()
+
+    class Held(data.CacheSource):
+        def load_group(self, group, threads=1):
+            if group:
+                started.set()
+                go_on.wait(60)
+            return super().load_group(group, threads)
+
+    cache = write_cache(tmp_path, np.arange(LENGTHS[0]), shard_tokens=SHARD)
+
+    def drop():
+        loader = data.Loader(Held(shards.read_manifest(cache), T, 2), 42)
+        loader.next(1)
+        assert started.wait(30)  # the next group is on its way
+        del loader
+        gc.collect()
+        collected.set()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    try:
+        assert collected.wait(30)
+    finally:
+        go_on.set()
+        thread.join()
 
 
 def test_close_waits_for_the_load_in_progress(tmp_path):
