@@ -7,6 +7,9 @@ from pathlib import Path
 
 from token_cache import write_cache
 
+from bench import loader
+from llama_jax.errors import run_command
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -43,7 +46,9 @@ def test_prepared_cache_and_refusal(tmp_path):
     assert {path: path.read_bytes() for path in cache.iterdir()} == before
 
 
-def test_settings_out_of_range_are_one_line():
+def test_settings_out_of_range_are_one_line(monkeypatch, capsys):
     for setting in ("--batch=0", "--context=0", "--group-size=0", "--shards=-1", "--shard-tokens=0", "--step-ms=nan"):
-        refused = run(setting)
-        assert refused.returncode == 2 and refused.stderr.startswith(f"error: {setting} is not from"), refused.stderr
+        monkeypatch.setattr(sys, "argv", ["loader", setting])
+        assert run_command(loader.main) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {setting} is not from"), error
