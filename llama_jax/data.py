@@ -187,8 +187,7 @@ class _Cursor(grain.DatasetIterator):
     """Grain's iterator over groups, cut into sequences; its state is the number of sequences consumed."""
 
     def __init__(self, source: Source, seed: int, prefetch_groups: int, threads: int) -> None:
-        self.waited_s = 0.0
-        self._source = source
+        self.waited_s, self._source = 0.0, source
         self._loading: set[threading.Thread] = set()
         load = functools.partial(_load, source, seed, threads, self._loading)
         groups = grain.MapDataset.range(sys.maxsize).map(load)
@@ -228,8 +227,7 @@ class _Cursor(grain.DatasetIterator):
         for thread in list(self._loading):
             thread.join()
 
-    def __del__(self) -> None:
-        """Waits for no thread: the collector may run where a lock is held that the end of a thread needs."""
+    def __del__(self) -> None:  # waits for no thread: the collector may run where a lock is held that its end needs
         super().close()
 
     def _load_group(self, number: int) -> _Group:
@@ -278,9 +276,7 @@ class Loader:
     ) -> "Loader":
         """The loader that continues where state() was taken. Raises DataError naming every difference of the data."""
         now = _identity(source, seed)
-        differences = [
-            f"{key} was {state.get(key)!r}, is {value!r}" for key, value in now.items() if state.get(key) != value
-        ]
+        differences = [f"{key} was {state.get(key)!r}, is {new!r}" for key, new in now.items() if state.get(key) != new]
         if differences:
             raise DataError(
                 f"the saved position belongs to another stream of data: {'; '.join(differences)}; "
