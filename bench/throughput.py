@@ -41,6 +41,7 @@ from bench.candidates import FLAGS, Candidate
 from llama_jax import config as configs
 from llama_jax import shards
 from llama_jax.errors import ConfigError, DeviceError, run_command
+from llama_jax.fields import command_parser
 from llama_jax.files import write_atomic, write_json_atomic
 
 EXCLUDED = "loading, validation, compilation and checkpoints"
@@ -136,14 +137,7 @@ def row(entry: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any, candidates.Axes]:
     """Options, the config, and the axes of the command line. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
-    parser.add_argument("--config.FIELD", metavar="VALUE", help="sets a field of the recipe or where the sweep starts")
+    parser = command_parser("bench.throughput", __doc__, "sets a field of the recipe or where the sweep starts")
     parser.add_argument("--rows", help="sequences of an update, several with commas; default: the config's")
     parser.add_argument("--data", help="token cache: ids from its counts, and a last measurement with its loader")
     parser.add_argument("--tokens", help="file of uint16 ids instead of drawn ones")

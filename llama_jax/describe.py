@@ -7,7 +7,6 @@ Tesla T4, TPU v5 lite, cpu), for an NVIDIA GPU that isn't known with its compute
 it, what this machine has.
 """
 
-import argparse
 import contextlib
 import itertools
 import math
@@ -28,7 +27,7 @@ from llama_jax import step as steps
 from llama_jax.build import Built
 from llama_jax.data import Source
 from llama_jax.errors import ConfigError, run_command
-from llama_jax.fields import find
+from llama_jax.fields import command_parser, find
 from llama_jax.runtime import Device
 
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")  # of the first chip: up to v4, and later ones
@@ -275,14 +274,7 @@ def _topology(config: Any) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m llama_jax.describe",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
-    parser.add_argument("--config.FIELD", metavar="VALUE", help="sets a field; llama_jax/fields.py lists them")
+    parser = command_parser("llama_jax.describe", __doc__)
     parser.add_argument("--device", metavar="KIND", help="describe it on this device; default: what is here")
     parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
 

@@ -3,6 +3,7 @@
 A preset in `configs/` states only what differs from these defaults.
 """
 
+import argparse
 import difflib
 import sys
 from collections.abc import Sequence
@@ -289,6 +290,21 @@ def checked(path: str, field: Field, value: Any) -> Any:
     if not good:
         raise ConfigError(f"{path} = {value!r} is not {describe(field)}")
     return value
+
+
+def command_parser(
+    module: str, text: str | None, field: str = "sets a field; llama_jax/fields.py lists them"
+) -> argparse.ArgumentParser:
+    """The parser of a command that takes a config: its first two options are for --help, parse_arguments reads them."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
+    parser.add_argument("--config.FIELD", metavar="VALUE", help=field)
+    return parser
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, str], list[str]]:

@@ -4,25 +4,18 @@ The same command continues an interrupted run. Exit codes: 0 done, 2 configurati
 5 non-finite update, 6 device, 75 saved and preempted, 130 saved and interrupted.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from llama_jax import config as configs
 from llama_jax import runtime
 from llama_jax.errors import ConfigError, run_command
+from llama_jax.fields import command_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m llama_jax.main",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE", help="a file of configs/, or the config.json of a run")
-    parser.add_argument("--config.FIELD", metavar="VALUE", help="sets a field; llama_jax/fields.py lists them")
+    parser = command_parser("llama_jax.main", __doc__)
     parser.add_argument("--workdir", help="run folder; default runs/<name of the config>")
     parser.add_argument("--debug", action="store_true", help="print a traceback with an error")
 
