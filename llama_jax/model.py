@@ -22,8 +22,8 @@ class Numerics:
 
     compute: dtype of activations and matrix operands. residual: dtype of the residual stream.
     attention: cudnn, xla or reference. head: chunked or plain. own_gradients: fast forms with their own gradients
-    instead of the plain twins. kernels, gate: mosaic or xla, what computes the row operations and the MLP's gate with
-    the products beside it in the fast forms.
+    instead of the plain twins. kernels, gate, rotary: mosaic or xla, what computes in the fast forms the row operations,
+    the MLP's gate with the products beside it, and the rotation with the products before it.
     """
 
     compute: Any = jnp.bfloat16
@@ -34,6 +34,7 @@ class Numerics:
     own_gradients: bool = True
     kernels: str = "xla"
     gate: str = "xla"
+    rotary: str = "xla"
     remat: bool = False
     scan_layers: bool = False
 
@@ -65,13 +66,17 @@ class Attention(nnx.Module):
         B, T, D = h_BTD.shape
         H, K, d = self.shape
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        if self.numerics.own_gradients:
-            dense, rotate = ops.dense, ops.rope
-            q, k, v = ops.projections(h_BTD, _scaled(scale_D, *parts), (H * d, K * d, K * d))
+        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
+        if self.numerics.own_gradients and self.numerics.rotary == "mosaic":
+            q, k, v = ops.rotated_projections(h_BTD, _scaled(scale_D, *parts), *rope)
         else:
-            dense, rotate = ops.plain_dense, ops.plain_rope
-            q, k, v = (dense(h_BTD, part.weight[...]) for part in parts)
-        q, k = rotate(q.reshape(B, T, H, d), *rope), rotate(k.reshape(B, T, K, d), *rope)
+            if self.numerics.own_gradients:
+                rotate = ops.rope
+                q, k, v = ops.projections(h_BTD, _scaled(scale_D, *parts), (H * d, K * d, K * d))
+            else:
+                rotate = ops.plain_rope
+                q, k, v = (dense(h_BTD, part.weight[...]) for part in parts)
+            q, k = rotate(q.reshape(B, T, H, d), *rope), rotate(k.reshape(B, T, K, d), *rope)
         y = ops.attention(self.numerics.attention)(q, k, v.reshape(B, T, K, d))
         return dense(y.reshape(B, T, D), self.o_proj.weight[...])
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax import gate, kernels
+from llama_jax import gate, kernels, rotary
 from llama_jax.kernels import statistics_dtype
 
 
@@ -166,6 +166,34 @@ def _rope_backward(saved, dy_BTHd):
 
 
 rope.defvjp(_rope_forward, _rope_backward)
+
+
+@jax.custom_vjp
+def rotated_projections(
+    h_BTD: jax.Array, w_OD: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys with rope, and values, each [B, T, H, d], as one kernel where rotary.obstacle sees none.
+
+    w: the queries' outputs above the keys' above the values'; O = 3 H d.
+    """
+    return _rotated_forward(h_BTD, w_OD, cos_Tc, sin_Tc)[0]
+
+
+def _rotated_forward(h_BTD, w_OD, cos_Tc, sin_Tc):
+    parts = rotary.rotated(_flat(h_BTD), w_OD.astype(h_BTD.dtype), cos_Tc, sin_Tc)
+    parts = tuple(part.reshape(*h_BTD.shape[:2], -1, 2 * cos_Tc.shape[1]) for part in parts)
+    return parts, (h_BTD, w_OD, cos_Tc, sin_Tc)
+
+
+def _rotated_backward(saved, cotangents):
+    h_BTD, w_OD, *tables = saved
+    dq, dk, dv = cotangents
+    parts = [_rope_backward(tables, dq)[0], _rope_backward(tables, dk)[0], dv]
+    joined = _once(jnp.concatenate([part.reshape(*h_BTD.shape[:2], -1) for part in parts], axis=-1))
+    return *_dense_backward((h_BTD, w_OD), joined), None, None
+
+
+rotated_projections.defvjp(_rotated_forward, _rotated_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

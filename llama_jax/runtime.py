@@ -135,7 +135,7 @@ def choose(config: Any, device: Device) -> tuple[dict[str, str], dict[str, str]]
     A function of its arguments alone, so that a device can be asked about from anywhere. A requested form that can't
     run there is a ConfigError, never replaced by another.
     """
-    from llama_jax import gate
+    from llama_jax import gate, rotary
 
     model, deterministic = config.model, config.runtime.deterministic
     reasons: dict[str, str] = {}
@@ -160,16 +160,19 @@ def choose(config: Any, device: Device) -> tuple[dict[str, str], dict[str, str]]
     obstacle = _cudnn_obstacle(device, compute, config.derived.head_size)
     attention = pick("attention", "cudnn", "xla", "reference", obstacle)
     kernels = pick("kernels", "mosaic", "xla", "xla", _mosaic_obstacle(config, device, compute, residual))
-    gate_obstacle = gate.obstacle(model.width, model.ffn, model.context) if kernels == "mosaic" else None
-    if gate_obstacle:
-        reasons["gate"] = gate_obstacle
+    products = {  # each with kernels of its own, where the row kernels run
+        "gate": gate.obstacle(model.width, model.ffn, model.context),
+        "rotary": rotary.obstacle(model.width, model.heads, config.derived.kv_heads, model.context),
+    }
+    if kernels == "mosaic":
+        reasons |= {name: obstacle for name, obstacle in products.items() if obstacle}
     return {
         "compute_dtype": compute,
         "residual_dtype": residual,
         "attention": attention,
         "head": pick("head", "chunked", "chunked", "plain", None),
         "kernels": kernels,
-        "gate": "xla" if gate_obstacle else kernels,
+        **{name: "xla" if obstacle else kernels for name, obstacle in products.items()},
     }, reasons
 
 
@@ -192,6 +195,7 @@ def numerics(config: Any, choices: dict[str, str]) -> Any:
         head_chunk_rows=chunk_rows(config),
         kernels=choices["kernels"],
         gate=choices["gate"],
+        rotary=choices["rotary"],
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
     )

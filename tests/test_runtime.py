@@ -38,6 +38,7 @@ def test_auto_on_a_cpu():
         "head": "chunked",
         "kernels": "xla",
         "gate": "xla",
+        "rotary": "xla",
     }
     assert (numerics.compute, numerics.residual) == (np.float32, np.float32)
     assert (numerics.attention, numerics.head) == ("xla", "chunked")
@@ -62,6 +63,7 @@ def test_what_is_asked_for_is_taken():
         "head": "plain",
         "kernels": "xla",
         "gate": "xla",
+        "rotary": "xla",
     }
     assert (numerics.remat, numerics.scan_layers, numerics.head_chunk_rows) == (True, True, 7)
     assert runtime.resolve(tiny(model__compute_dtype="bfloat16"))[1]["residual_dtype"] == "bfloat16"
@@ -75,6 +77,7 @@ def test_deterministic_takes_the_plain_twins():
         "head": "plain",
         "kernels": "xla",
         "gate": "xla",
+        "rotary": "xla",
     }
 
 
@@ -175,6 +178,7 @@ def test_auto_on_a_gpu_takes_cudnn_only_where_it_runs(monkeypatch):
         "head": "chunked",
         "kernels": "xla",  # the tiny widths have none
         "gate": "xla",
+        "rotary": "xla",
     }
     assert runtime.resolve(tiny(model__compute_dtype="float32"))[1]["attention"] == "xla"
     assert runtime.resolve(tiny(model__attention="xla"))[1]["attention"] == "xla"
@@ -186,9 +190,9 @@ def test_mosaic_kernels_are_taken_on_hopper_alone(monkeypatch):
         monkeypatch.setattr(jax, "devices", lambda capability=capability: [gpu(capability)])
         numerics, resolved = runtime.resolve(tiny(**WIDE))
         assert numerics.kernels == resolved["kernels"] == expected
-        assert numerics.gate == resolved["gate"] == "xla"  # the tiny context
+        assert (resolved["gate"], resolved["rotary"]) == ("xla", "xla")  # the tiny context
         numerics, resolved = runtime.resolve(tiny(**WIDE, model__ffn=128, model__context=64, training__microbatch=4))
-        assert numerics.gate == resolved["gate"] == expected
+        assert numerics.gate == numerics.rotary == resolved["gate"] == resolved["rotary"] == expected
     monkeypatch.setattr(jax, "devices", lambda: [gpu()])
     for other in ({"model__kernels": "xla"}, {"model__residual_dtype": "float32"}, {"model__compute_dtype": "float32"}):
         assert runtime.resolve(tiny(**WIDE, **other))[1]["kernels"] == "xla"

@@ -352,6 +352,7 @@ def test_what_auto_became_is_recipe(unbroken):
         "head": "chunked",
         "kernels": "xla",
         "gate": "xla",
+        "rotary": "xla",
     }
 
     def other(config):

@@ -17,7 +17,7 @@ import pytest
 from ml_collections import FrozenConfigDict
 
 from bench import component
-from llama_jax import arena, config, gate, kernels, loss, model, runtime, step
+from llama_jax import arena, config, gate, kernels, loss, model, ops, runtime, step
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
@@ -38,7 +38,7 @@ def test_fast_path_against_float32_reference(workers):
     fast, resolved = runtime.resolve(settings)
     expected = {"attention": "cudnn", "compute_dtype": "bfloat16", "head": "chunked"}
     form = "mosaic" if jax.devices()[0].compute_capability.startswith("9.") else "xla"
-    assert resolved == {**expected, "residual_dtype": "bfloat16", "kernels": form, "gate": form}
+    assert resolved == {**expected, "residual_dtype": "bfloat16", "kernels": form, "gate": form, "rotary": form}
     layout = arena.make_layout(settings.model)
     rows = [arena.to_row(model.init(settings.model, seed), layout) for seed in range(workers)]
     params_NP = jnp.asarray(np.stack(rows))
@@ -94,6 +94,38 @@ def test_gate_kernels_against_the_plain_form(width, ffn, workers, scale):
         found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
         assert np.max(np.abs(found - expected)) <= 2**-7 * np.max(np.abs(expected))
         assert np.linalg.norm(found - expected) <= 2**-8 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("workers", [None, 3])
+@pytest.mark.parametrize(("width", "context", "sequences"), [(320, 1024, 7), (320, 512, 3), (64, 64, 5)])
+def test_rotated_projections_against_the_plain_form(width, context, sequences, workers):
+    """Other positions, not whole turns of the blocks, one head; tables that no two positions share."""
+    more = (workers,) if workers else ()
+    keys = jax.random.split(jax.random.key(width), 2)
+    h = jax.random.normal(keys[0], (*more, sequences, context, width), jnp.bfloat16)
+    w_OD = width**-0.5 * jax.random.normal(keys[1], (*more, 3 * width, width), jnp.float32)
+    settings = FrozenConfigDict({"width": width, "heads": width // 64, "rope_theta": 1e4, "rope_scaling": "none"})
+    tables = ops.rope_tables(settings, np.arange(context), jnp.float32)
+
+    def plain(h, w_OD):
+        q, k, v = (ops.plain_dense(h, part).reshape(*h.shape[:2], -1, 64) for part in jnp.split(w_OD, 3))
+        return ops.plain_rope(q, *tables), ops.plain_rope(k, *tables), v
+
+    over = jax.vmap if workers else lambda function: function
+    seeds = [jax.random.normal(key, (*h.shape[:-1], width // 64, 64), h.dtype) for key in jax.random.split(keys[0], 3)]
+
+    def both(function, h, w_OD, seeds):
+        out, pull = jax.vjp(over(function), h, w_OD)
+        return out, pull(tuple(seeds))
+
+    found = jax.jit(lambda *given: both(lambda h, w: ops.rotated_projections(h, w, *tables), *given))(h, w_OD, seeds)
+    with jax.default_matmul_precision("highest"):
+        wide = [seed.astype(jnp.float32) for seed in seeds]
+        expected = both(plain, h.astype(jnp.float32), w_OD.astype(h.dtype).astype(jnp.float32), wide)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+        assert np.max(np.abs(ours - theirs)) <= 2**-6 * np.max(np.abs(theirs))
+        assert np.linalg.norm(ours - theirs) <= 2**-7 * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize("case", ["ordinary", "large", "nearly equal", "one token dominates"])
