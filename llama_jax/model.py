@@ -22,7 +22,7 @@ class Numerics:
 
     compute: dtype of activations and matrix operands. residual: dtype of the residual stream.
     attention: cudnn, xla or reference. head: chunked or plain. own_gradients: fast forms with their own gradients
-    instead of the plain twins. kernels, gate, rotary: mosaic or xla: what computes the row operations of the fast forms,
+    instead of the plain twins. kernels, gate, rotary: mosaic or xla: what computes the row operations of fast forms,
     the MLP's gate with the products beside it, and the rotation with the products before it.
     """
 
