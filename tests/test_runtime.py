@@ -112,13 +112,14 @@ WIDE = {"model__width": 64, "model__heads": 1, "model__vocab_size": 512}  # size
 )
 def test_what_auto_becomes(device, compute, attention, kernels):
     expected = {"compute_dtype": compute, "residual_dtype": compute, "attention": attention, "head": "chunked"}
+    products = {"gate": "xla", "rotary": "xla"}  # the tiny context has none
     choices, reasons = runtime.choose(tiny(**WIDE), device)
-    assert choices == {**expected, "kernels": kernels, "gate": "xla"}
+    assert choices == {**expected, **products, "kernels": kernels}
     fastest = {"compute_dtype": "bfloat16", "attention": "cudnn", "kernels": "mosaic"}
     slower = {field for field, value in fastest.items() if choices[field] != value}
-    assert reasons.keys() == slower | ({"gate"} if kernels == "mosaic" else set())  # the tiny context has none
+    assert reasons.keys() == slower | (set(products) if kernels == "mosaic" else set())
     plain, _ = runtime.choose(tiny(**WIDE, runtime__deterministic=True), device)
-    assert plain == {**expected, "attention": "reference", "head": "plain", "kernels": "xla", "gate": "xla"}
+    assert plain == {**expected, **products, "attention": "reference", "head": "plain", "kernels": "xla"}
 
 
 def test_reasons_name_the_device():
