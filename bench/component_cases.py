@@ -129,6 +129,7 @@ CASES: dict[str, Callable[[Any, Any, int], Case]] = {
     "head": component_layers.head,
     "norm": component_layers.norm,
     "mlp": component_layers.mlp,
+    "projections": component_layers.projections,
     "optimizer": optimizer_case,
     "workers": workers,
 }

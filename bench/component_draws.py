@@ -40,9 +40,10 @@ class Case(NamedTuple):
 def shape_of(component: str, settings: Any, rows: int) -> dict[str, int]:
     """The shape of a component in the model of a config, with so many rows of a microbatch."""
     size = {"rows": rows, "row_length": settings.context}
-    if component == "attention":
+    if component in ("attention", "projections"):
         kv = settings.kv_heads or settings.heads
-        return size | {"heads": settings.heads, "kv_heads": kv, "head_size": settings.width // settings.heads}
+        size |= {"heads": settings.heads, "kv_heads": kv, "head_size": settings.width // settings.heads}
+        return size if component == "attention" else size | {"width": settings.width}
     if component == "optimizer":
         return {"parameters": arena.make_layout(settings).used}
     own = {"norm": {}, "mlp": {"ffn": settings.ffn}}.get(component, {"vocab_size": settings.vocab_size})

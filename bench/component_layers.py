@@ -1,4 +1,4 @@
-"""Component tests of what a layer is made of: attention, loss head, norm, MLP; paths and FP64 oracles.
+"""Component tests of what a layer is made of: attention, projections, loss head, norm, MLP; paths and FP64 oracles.
 
 Letters: B rows, T tokens of a row, H query heads, K key/value heads, G heads of a group, d head size, D width, V
 vocabulary, F inner width, n tokens.
@@ -110,6 +110,49 @@ def head_path(total: Callable[..., Any]) -> Callable[..., Outputs]:
     def run(h, w, targets, weights):
         value, (dh, dw) = jax.value_and_grad(total, argnums=(0, 1))(h, w, targets, weights)
         return {"loss": value, "dh": dh, "dw": dw}
+
+    return run
+
+
+# Projections: queries, keys and values with the rotation.
+
+
+def projections(settings: Any, dtype: Any, rows: int) -> Case:
+    shape = shape_of("projections", settings, rows)
+    B, T, H, K, d, D = shape.values()
+    angles = np.outer(np.arange(T), ops.rope_frequencies(settings))
+    tables = tuple(jnp.asarray(table(angles), jnp.float32) for table in (np.cos, np.sin))
+
+    def inputs(kind: str, seed: int) -> tuple[Any, ...]:
+        h, w, *dys = normal(seed, (B, T, D), ((H + 2 * K) * d, D), (B, T, H, d), (B, T, K, d), (B, T, K, d))
+        h = jnp.where(jnp.asarray(eos(kind, seed, (B, T)))[..., None], h[:1, :1], h) * SCALES[kind]
+        return h.astype(dtype), 0.02 * w, *(dy.astype(dtype) for dy in dys)
+
+    def path(spec: Mapping[str, Any]) -> Callable[..., Outputs]:
+        return projections_path(lambda h, w: ops.rotated_projections(h, w, (H, K, d), tables, spec["rotary"]))
+
+    def oracle(h, w, *dys) -> Outputs:
+        turn = jnp.asarray(np.exp(1j * angles), jnp.complex128)[None, :, None]
+
+        def rotate(x):  # pair (i, i + d / 2) as one complex number
+            z = (x[..., : d // 2] + 1j * x[..., d // 2 :]) * turn
+            return jnp.concatenate([z.real, z.imag], axis=-1)
+
+        def apply(h, w):
+            q, k, v = (x.reshape(B, T, -1, d) for x in jnp.split(h @ w.T, [H * d, (H + K) * d], axis=-1))
+            return rotate(q), rotate(k), v
+
+        return projections_path(apply)(*wide(h, w, *dys))
+
+    return Case("rotated queries and keys, values, and gradients", shape, dtype.name, inputs, path, oracle)
+
+
+def projections_path(apply: Callable[..., Any]) -> Callable[..., Outputs]:
+    """Queries, keys and values, and the gradients of what they come from."""
+
+    def run(h, w, *dys):
+        parts, pull = jax.vjp(apply, h, w)
+        return dict(zip(("q", "k", "v", "dh", "dw"), (*parts, *pull(dys)), strict=True))
 
     return run
 

@@ -137,7 +137,8 @@ SWAPS: dict[str, tuple[str, ...] | type] = {
     "model.head": ("plain", "chunked"),
     "model.head_chunk_rows": int,
     "model.kernels": ("xla", "mosaic"),
-    "resolved/gate": ("xla", "mosaic"),  # no field: where model.kernels can have it
+    "resolved/gate": ("xla", "mosaic"),  # no fields: where model.kernels can have them
+    "resolved/rotary": ("xla", "mosaic"),
 }
 
 # XLA flags that choose among schedules, algorithms of one product and memory limits. All others may change the results:
@@ -283,6 +284,7 @@ def components(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "head": head,
         "norm": {"kernels": flat["model.kernels"]},
         "mlp": {"gate": flat["resolved/gate"]},
+        "projections": {"rotary": flat["resolved/rotary"]},
     }
 
 

@@ -64,20 +64,16 @@ class Attention(nnx.Module):
 
     def __call__(self, h_BTD: jax.Array, scale_D: jax.Array | None, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         B, T, D = h_BTD.shape
-        H, K, d = self.shape
+        d = self.shape[-1]
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        dense = ops.dense if self.numerics.own_gradients else ops.plain_dense
-        if self.numerics.own_gradients and self.numerics.rotary == "mosaic":
-            q, k, v = ops.rotated_projections(h_BTD, _scaled(scale_D, *parts), *rope)
+        if self.numerics.own_gradients:
+            dense = ops.dense
+            q, k, v = ops.rotated_projections(h_BTD, _scaled(scale_D, *parts), self.shape, rope, self.numerics.rotary)
         else:
-            if self.numerics.own_gradients:
-                rotate = ops.rope
-                q, k, v = ops.projections(h_BTD, _scaled(scale_D, *parts), (H * d, K * d, K * d))
-            else:
-                rotate = ops.plain_rope
-                q, k, v = (dense(h_BTD, part.weight[...]) for part in parts)
-            q, k = rotate(q.reshape(B, T, H, d), *rope), rotate(k.reshape(B, T, K, d), *rope)
-        y = ops.attention(self.numerics.attention)(q, k, v.reshape(B, T, K, d))
+            dense = ops.plain_dense
+            q, k, v = (dense(h_BTD, part.weight[...]).reshape(B, T, -1, d) for part in parts)
+            q, k = ops.plain_rope(q, *rope), ops.plain_rope(k, *rope)
+        y = ops.attention(self.numerics.attention)(q, k, v)
         return dense(y.reshape(B, T, D), self.o_proj.weight[...])
 
 

@@ -168,14 +168,22 @@ def _rope_backward(saved, dy_BTHd):
 rope.defvjp(_rope_forward, _rope_backward)
 
 
-@jax.custom_vjp
 def rotated_projections(
-    h_BTD: jax.Array, w_OD: jax.Array, cos_Tc: jax.Array, sin_Tc: jax.Array
+    h_BTD: jax.Array, w_OD: jax.Array, shape: tuple[int, int, int], tables: tuple[jax.Array, jax.Array], form: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries and keys with rope, and values, each [B, T, H, d], as one kernel where rotary.obstacle sees none.
+    """Queries [B, T, H, d] and keys [B, T, K, d] with rope, and values [B, T, K, d]; shape: (H, K, d).
 
-    w: the queries' outputs above the keys' above the values'; O = 3 H d.
+    w: the queries' outputs above the keys' above the values'. form: mosaic (one kernel, see rotary.obstacle) or xla.
     """
+    if form == "mosaic":
+        return _rotated(h_BTD, w_OD, *tables)
+    H, K, d = shape
+    q, k, v = (x.reshape(*x.shape[:2], -1, d) for x in projections(h_BTD, w_OD, (H * d, K * d, K * d)))
+    return rope(q, *tables), rope(k, *tables), v
+
+
+@jax.custom_vjp
+def _rotated(h_BTD, w_OD, cos_Tc, sin_Tc):
     return _rotated_forward(h_BTD, w_OD, cos_Tc, sin_Tc)[0]
 
 
@@ -193,7 +201,7 @@ def _rotated_backward(saved, cotangents):
     return *_dense_backward((h_BTD, w_OD), joined), None, None
 
 
-rotated_projections.defvjp(_rotated_forward, _rotated_backward)
+_rotated.defvjp(_rotated_forward, _rotated_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

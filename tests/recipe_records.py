@@ -33,6 +33,7 @@ FIELDS = {
 RESOLVED = {
     "compute_dtype": "bfloat16", "residual_dtype": "bfloat16", "attention": "xla", "head": "plain", "kernels": "xla",
     "gate": "xla",
+    "rotary": "xla",
 }  # fmt: skip
 LOSSES = list(3.0 - 0.05 * np.arange(20.0) + 0.01 * np.sin(np.arange(20.0)))
 

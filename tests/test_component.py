@@ -152,6 +152,18 @@ def ungated_gradient(h, w_GD, w_DF):
     return ops.plain_dense(gate * jax.lax.stop_gradient(jax.nn.sigmoid(gate)) * up, w_DF)
 
 
+def rotated_with(change):
+    """The accepted projections of changed queries, keys and values."""
+    own = accepted_projections()
+    return component_layers.projections_path(lambda h, w: change(*own(h, w)))
+
+
+def accepted_projections():
+    shape = (MODEL.heads, MODEL.kv_heads or MODEL.heads, MODEL.width // MODEL.heads)
+    tables = ops.rope_tables(MODEL, np.arange(MODEL.context), jnp.float32)
+    return lambda h, w: ops.rotated_projections(h, w, shape, tables, "xla")
+
+
 def decayed_norms(params, grads):
     return component_cases.tree_adamw(params, grads, lambda name, p: True)
 
@@ -184,6 +196,9 @@ DEFECTS = {
     "gate and up swapped": ("mlp", component_layers.mlp_path(swapped_halves)),
     "another activation": ("mlp", component_layers.mlp_path(gelu)),
     "no gradient through the sigmoid": ("mlp", component_layers.mlp_path(ungated_gradient)),
+    "positions one late": ("projections", rotated_with(lambda q, k, v: (jnp.roll(q, 1, 1), k, v))),
+    "halves of the values swapped": ("projections", rotated_with(lambda q, k, v: (q, k, jnp.flip(v, -1)))),
+    "no gradient to keys": ("projections", rotated_with(lambda q, k, v: (q, jax.lax.stop_gradient(k), v))),
     "decay on norm scales": ("optimizer", decayed_norms),
     "gradients scaled": ("optimizer", uncorrected),
     "decay reaches too far": ("optimizer", padded),
@@ -193,6 +208,7 @@ ACCEPTED = {
     "head": {"head": "plain"},
     "norm": {"kernels": "xla"},
     "mlp": {"gate": "xla"},
+    "projections": {"rotary": "xla"},
     "optimizer": {"optimizer": "tree"},
 }
 

@@ -23,7 +23,7 @@ def test_every_config_field_has_exactly_one_class():
     classed = [path for paths in CLASSES.values() for path in paths]
     assert sorted(classed) == sorted(FIELDS), sorted(set(classed) ^ set(FIELDS))
     assert len(classed) == len(set(classed))
-    assert {*CLASSES[SWAP], "resolved/gate"} == set(recipe_fields.SWAPS)
+    assert {*CLASSES[SWAP], "resolved/gate", "resolved/rotary"} == set(recipe_fields.SWAPS)
 
 
 def test_the_check_of_the_classes_can_fail(monkeypatch):
@@ -106,6 +106,9 @@ def test_swaps_are_those_that_ran_not_the_words():
     assert against(resolved={"gate": "mosaic"})[:2] == (True, {"resolved/gate": SWAP})
     assert recipe_fields.needed(measured(), measured(resolved={"gate": "mosaic"})) == [
         {"component": "mlp", "a": {"gate": "xla"}, "b": {"gate": "mosaic"}}
+    ]
+    assert recipe_fields.needed(measured(), measured(resolved={"rotary": "mosaic"})) == [
+        {"component": "projections", "a": {"rotary": "xla"}, "b": {"rotary": "mosaic"}}
     ]
     assert against(resolved={"something new": "on"})[:2] == (False, {"resolved/something new": OBJECTIVE})
     assert against(resolved={"attention": "a new one"})[:2] == (False, {"model.attention": OBJECTIVE})

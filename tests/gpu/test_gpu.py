@@ -119,7 +119,11 @@ def test_rotated_projections_against_the_plain_form(width, context, sequences, w
         out, pull = jax.vjp(over(function), h, w_OD)
         return out, pull(tuple(seeds))
 
-    found = jax.jit(lambda *given: both(lambda h, w: ops.rotated_projections(h, w, *tables), *given))(h, w_OD, seeds)
+    found = jax.jit(
+        lambda *given: both(
+            lambda h, w: ops.rotated_projections(h, w, (width // 64,) * 2 + (64,), tables, "mosaic"), *given
+        )
+    )(h, w_OD, seeds)
     with jax.default_matmul_precision("highest"):
         wide = [seed.astype(jnp.float32) for seed in seeds]
         expected = both(plain, h.astype(jnp.float32), w_OD.astype(h.dtype).astype(jnp.float32), wide)
@@ -191,7 +195,7 @@ def test_step_donates_and_blocks_nonfinite_updates():
     np.testing.assert_array_equal(before, np.asarray(state.params_NP))
 
 
-@pytest.mark.parametrize("name", ["attention", "head", "norm", "mlp"])
+@pytest.mark.parametrize("name", ["attention", "head", "norm", "mlp", "projections"])
 def test_swapped_components_are_as_exact(name):
     """At the shape of the 20M model; a recipe has such tests at its own."""
     settings = config.load(ROOT / "configs" / "c4_20m.py")
@@ -201,6 +205,7 @@ def test_swapped_components_are_as_exact(name):
         "head": ({"head": "plain"}, {"head": "chunked", "chunk_rows": 1024, "kernels": resolved["kernels"]}),
         "norm": ({"kernels": "xla"}, {"kernels": resolved["kernels"]}),
         "mlp": ({"gate": "xla"}, {"gate": resolved["gate"]}),
+        "projections": ({"rotary": "xla"}, {"rotary": resolved["rotary"]}),
     }
     found = component.test(name, *swaps[name], settings.model, "bfloat16", 2)
     assert found["passed"], found["worst"]
