@@ -1,7 +1,7 @@
 """Our step against compiled PyTorch on one GPU, in alternation, on the same token ids; and the ladder of our design.
 
     python -m bench.peer --peer=PEER.py --data=data/mini --out=bench/results/peer_h200.json [--minutes=20]
-    python -m bench.peer --ladder --data=data/mini --out=bench/results/peer_h200.json
+    python -m bench.peer --ladder --data=data/mini --out=bench/results/ladder_h200.json
 
 PEER.py is a script that takes --size, --rows, --steps, --warmup, --mode, --ce and --tokens and prints a JSON line with
 tok_s, ms, peakGB and compile_s. Both sides read one file of ids, drawn from the unigram counts of the cache, as 8

@@ -193,7 +193,7 @@ def startup(record: Record) -> str:
 SPEED = {
     "peer": Table("peer_h200.json", "cases", peer),
     "packed_rows": Table("peer_h200.json", "packed", packed_rows),
-    "ladder": Table("peer_h200.json", "ladder", ladder),
+    "ladder": Table("ladder_h200.json", "ladder", ladder),
     "packed": Table("packed_h200.json", "cases", packed),
     "scaling": Table("scaling_h200.json", "lines", scaling),
     "startup": Table("startup_h200.json", "measured", startup),

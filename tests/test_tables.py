@@ -30,11 +30,11 @@ def test_a_pending_table_appears_with_its_record(tmp_path, monkeypatch):
     rungs = [{"rung": "plain JAX", "rows": 32, "error": "out of memory"}]
     rungs += [{"rung": "ours", "rows": 128, "update_ms": 50.0, "targets_per_s": 2.5e6, "peak_bytes": 3 << 30}]
     rungs += [{"rung": "faster", "rows": 128, "update_ms": 40.0, "targets_per_s": 3e6, "peak_bytes": 2 << 30}]
-    (tmp_path / "peer_h200.json").write_text(json.dumps({**record, "ladder": rungs}))
+    (tmp_path / "ladder_h200.json").write_text(json.dumps({**record, "ladder": rungs}))
     made = tables.render(text)
     assert "<!-- pending: peer -->" in made and "<!-- pending: ladder -->" not in made
     assert "| + faster | 128 | 40.00 ms | 3.00 M | 1.20 x | 2.0 GiB |" in made and "out of memory" in made
     assert tables.render(made) == made
-    (tmp_path / "peer_h200.json").unlink()
+    (tmp_path / "ladder_h200.json").unlink()
     with pytest.raises(OSError):
         tables.render(made)
