@@ -93,7 +93,7 @@ def ladder(record: Record) -> str:
 
 def packed(record: Record) -> str:
     """Packed against sequential workers, and the components of the packed step."""
-    cases = list(record["cases"].values())
+    cases = sorted(record["cases"].values(), key=lambda found: (found["rows"], found["workers"]))
     compared = [
         [
             f"N = {found['workers']}, {found['rows']} rows in all",

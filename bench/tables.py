@@ -113,11 +113,13 @@ def recorded(name: str) -> bool:
 
 
 def throughput() -> str:
-    """Execution choices of the training step on one device; nothing as long as there is no record."""
-    path = RESULTS / "throughput_h200.json"
-    if not path.is_file():
-        return ""
-    record, text = read_json(path), []
+    """Execution choices of the training step on one device, and the step with the loader; nothing without records."""
+    paths = [RESULTS / f"{name}_h200.json" for name in ("throughput", "loader")]
+    return "\n".join(_sweep(read_json(path)) for path in paths if path.is_file())
+
+
+def _sweep(record: dict[str, Any]) -> str:
+    text = []
     for case in record["cases"]:
         rows = [
             [f"**{entry['name']}**" if entry["name"] == case["selected"] else entry["name"], *_throughput_row(entry)]
@@ -136,6 +138,20 @@ def throughput() -> str:
             + markdown(["candidate", "ms", "targets/s", "MFU", "TFLOP/s", "roofline", "peak memory", "compile"], rows)
         )
     return f"`{record['command']}`\n\n" + "\n".join(text)
+
+
+def slurm() -> str:
+    """A training job of scripts/slurm on a GPU, signalled and requeued: the lines of its console that say so."""
+    record = read_json(RESULTS / "slurm_h200.json")
+    said = ("slurm:", "error:", "continues after", "done:")
+    lines = [f"    {line}" for line in record["log"] if line.startswith(said)]
+    device, versions = record["environment"]["device"], record["environment"]["versions"]
+    return (
+        f"One {device['kind']}, JAX {versions['jax']}, commit {record['commit'][:7]}; `{record['command']}`, "
+        f"{record['seconds']:.0f} s in all, USR1 {record['signal_after_s']:.0f} s after the submission.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def sensitivity() -> str:
@@ -187,6 +203,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "c4_start": c4_start,
     "topologies": topologies,
     "throughput": throughput,
+    "slurm": slurm,
     "sensitivity": sensitivity,
     "recipes": recipes,
 }

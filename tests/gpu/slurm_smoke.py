@@ -101,6 +101,7 @@ def main():
         shutil.rmtree(work, ignore_errors=True)
     command = f"python tests/gpu/slurm_smoke.py --out=bench/results/{options.out.name}"
     command += f" --data={options.data}" if options.data else ""
+    command += f" --updates={options.updates}" if options.updates != parser.get_default("updates") else ""
     record = {"command": command, "commit": options.commit, "seconds": round(time.monotonic() - start, 1), **record}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
