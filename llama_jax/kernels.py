@@ -41,13 +41,14 @@ class Rows(NamedTuple):
     norm: Callable[..., tuple[jax.Array, jax.Array]]
     norm_gradient: Callable[..., jax.Array]
     softmax_gradient: Callable[..., tuple[jax.Array, jax.Array]]
+    token_losses: Callable[..., jax.Array]
 
 
 def pick(kernels: str) -> Rows:
     """The row operations by the name in a config: mosaic or xla."""
     if kernels == "mosaic":
-        return Rows(norm, norm_gradient, softmax_gradient)
-    return Rows(plain_norm, plain_norm_gradient, plain_softmax_gradient)
+        return Rows(norm, norm_gradient, softmax_gradient, token_losses)
+    return Rows(plain_norm, plain_norm_gradient, plain_softmax_gradient, plain_token_losses)
 
 
 def obstacle(width: int, vocab: int, context: int) -> str | None:
@@ -209,7 +210,7 @@ def norm_gradient(h_TD: jax.Array, inverse_T: jax.Array, dh_TD: jax.Array, dy_TD
 # Cross-entropy.
 
 
-def plain_token_losses(logits_TV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _plain_losses(logits_TV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(token losses in nats [T], logsumexp [T], is-target mask [T, V]); gathers nothing, so that the passes fuse."""
     wide = logits_TV.astype(statistics_dtype(logits_TV))
     log_sum_T = jax.nn.logsumexp(wide, axis=-1)
@@ -217,55 +218,88 @@ def plain_token_losses(logits_TV: jax.Array, targets_T: jax.Array) -> tuple[jax.
     return log_sum_T - jnp.sum(jnp.where(hit_TV, wide, 0), axis=-1), log_sum_T, hit_TV
 
 
+def plain_token_losses(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
+    """Cross-entropy of each row with its target in nats, float32 or wider [T]."""
+    return _plain_losses(logits_TV, targets_T)[0]
+
+
 def plain_softmax_gradient(
     logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(weights * (softmax - one-hot of the target) [T, V] in the dtype of the logits, token losses in nats [T])."""
-    losses_T, log_sum_T, hit_TV = plain_token_losses(logits_TV, targets_T)
+    losses_T, log_sum_T, hit_TV = _plain_losses(logits_TV, targets_T)
     softmax = jnp.exp(logits_TV.astype(log_sum_T.dtype) - log_sum_T[:, None])
     gradient = (softmax - hit_TV) * weights_T[:, None].astype(softmax.dtype)
     return gradient.astype(logits_TV.dtype), losses_T
+
+
+def _scan(row: Any, step: Callable[..., Any], start: Any) -> Any:
+    """Carries values that start as `start`, or None, through step(place, x, carry) over a row in shared memory.
+
+    The row is [V / LANES, LANES]; x float32 [part, LANES], what is in registers at a time; place: where x is in the row.
+    """
+    count = row.shape[0]
+    part = max(n for n in range(1, 26) if count % n == 0)
+    layout = plgpu.Layout.WG_STRIDED((part, LANES), vec_size=2)
+
+    def one(n, carry):
+        at = (pl.ds(n * part, part), slice(None))
+        return step(at, load(row, at, layout).astype(jnp.float32), carry)
+
+    full = None if start is None else plgpu.layout_cast(jnp.full((part, LANES), start, jnp.float32), layout)
+    return lax.fori_loop(0, count // part, one, full)
+
+
+def _log_sum(row: Any) -> jax.Array:
+    """log2 of the sum of exp(logit) of a row. Base 2 throughout: it is the exponential that the hardware has."""
+    top = jnp.max(_scan(row, lambda _, x, most: jnp.maximum(most, x), -jnp.inf)) * LOG2E
+    sums = _scan(row, lambda _, x, total: total + jnp.exp2(x * LOG2E - top), 0.0)
+    return top + jnp.log2(jnp.sum(sums))
+
+
+def _place(token: Any) -> tuple[Any, Any]:
+    """Where the logit of a token is in a row."""
+    return lax.div(token, LANES), lax.rem(token, LANES)
 
 
 @jax.jit
 def softmax_gradient(logits_TV: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> tuple[jax.Array, jax.Array]:
     """plain_softmax_gradient as one kernel: a row stays in shared memory for its maximum, sum and gradient."""
     (T, V), dtype = logits_TV.shape, logits_TV.dtype
-    K = V // LANES
-    part = max(n for n in range(1, 26) if K % n == 0)  # of the row in registers at a time
-    layout = plgpu.Layout.WG_STRIDED((part, LANES), vec_size=2)
 
     def tile(at, logits, targets, weights, gradient, losses, row, arrived):
-        def scan(step, start):
-            def one(n, carry):
-                at = (pl.ds(n * part, part), slice(None))
-                return step(at, load(row, at, layout).astype(jnp.float32), carry)
-
-            return lax.fori_loop(0, K // part, one, start)
-
-        def full(value):
-            return plgpu.layout_cast(jnp.full((part, LANES), value, jnp.float32), layout)
-
         plgpu.copy_gmem_to_smem(logits.at[at], row, arrived)
         plgpu.barrier_wait(arrived)
-        target, weight = targets[at], weights[at]
-        # Base 2 throughout: it is the exponential that the hardware has.
-        top = jnp.max(scan(lambda _, x, most: jnp.maximum(most, x), full(-jnp.inf))) * LOG2E
-        sums = scan(lambda _, x, total: total + jnp.exp2(x * LOG2E - top), full(0.0))
-        log_sum = top + jnp.log2(jnp.sum(sums))
-        mine = (lax.div(target, LANES), lax.rem(target, LANES))
+        mine, weight, log_sum = _place(targets[at]), weights[at], _log_sum(row)
         hit = row[mine].astype(jnp.float32)
         losses[at] = log_sum * (1 / LOG2E) - hit
 
         def write(where, x, _):
             row[where] = (jnp.exp2(x * LOG2E - log_sum) * weight).astype(dtype)
 
-        scan(write, None)
+        _scan(row, write, None)
         row[mine] = ((jnp.exp2(hit * LOG2E - log_sum) - 1) * weight).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(row, gradient.at[at])
 
-    outs = (jax.ShapeDtypeStruct((T, K, LANES), dtype), jax.ShapeDtypeStruct((T,), jnp.float32))
-    run = _kernel(tile, T, None, 2 * V, outs, (plgpu.SMEM((K, LANES), dtype), plgpu.Barrier()))
+    outs = (jax.ShapeDtypeStruct((T, V // LANES, LANES), dtype), jax.ShapeDtypeStruct((T,), jnp.float32))
+    run = _kernel(tile, T, None, 2 * V, outs, (plgpu.SMEM((V // LANES, LANES), dtype), plgpu.Barrier()))
     gradient, losses_T = run(*_split(LANES, logits_TV), targets_T.astype(jnp.int32), weights_T.astype(jnp.float32))
     return gradient.reshape(T, V), losses_T
+
+
+@jax.jit
+def token_losses(logits_TV: jax.Array, targets_T: jax.Array) -> jax.Array:
+    """plain_token_losses as one kernel, which reads a row once and writes a number."""
+    (T, V), dtype = logits_TV.shape, logits_TV.dtype
+
+    def tile(at, logits, targets, losses, row, arrived):
+        plgpu.copy_gmem_to_smem(logits.at[at], row, arrived)
+        plgpu.barrier_wait(arrived)
+        hit = row[_place(targets[at])].astype(jnp.float32)
+        losses[at] = _log_sum(row) * (1 / LOG2E) - hit
+        plgpu.commit_smem()  # when all threads have read the row, the next one may come
+
+    outs, scratch = jax.ShapeDtypeStruct((T,), jnp.float32), (plgpu.SMEM((V // LANES, LANES), dtype), plgpu.Barrier())
+    run = _kernel(tile, T, None, 2 * V, outs, scratch)
+    return run(*_split(LANES, logits_TV), targets_T.astype(jnp.int32))

@@ -36,12 +36,8 @@ def sequence_losses(model: Any, numerics: Numerics, params: dict[str, jax.Array]
     inputs_BT, targets_BT, counts_T = _positions(model, tokens_BS)
     h_BTD, head_VD = bind(model, numerics, params)(inputs_BT)
     h, targets = h_BTD.reshape(-1, h_BTD.shape[-1]), targets_BT.reshape(-1)
-    parts = range(0, h.shape[0], numerics.head_chunk_rows)
-    losses = [
-        ops.token_losses(h[i : i + numerics.head_chunk_rows], head_VD, targets[i : i + numerics.head_chunk_rows])
-        for i in parts
-    ]
-    losses_BT = jnp.concatenate(losses).reshape(targets_BT.shape)
+    rows = "xla" if numerics.head == "plain" else numerics.kernels
+    losses_BT = ops.token_losses(h, head_VD, targets, numerics.head_chunk_rows, rows).reshape(targets_BT.shape)
     return (losses_BT if counts_T is None else losses_BT[:, :-1]).sum(axis=1)
 
 

@@ -267,9 +267,19 @@ def plain_head_loss(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, weig
     return jnp.sum(losses * weights_T.astype(losses.dtype))
 
 
-def token_losses(h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array) -> jax.Array:
-    """Cross-entropy of each token in nats, float32 or wider [T]; logits in the dtype of h."""
-    return kernels.plain_token_losses(plain_dense(h_TD, w_VD), targets_T)[0]
+def token_losses(
+    h_TD: jax.Array, w_VD: jax.Array, targets_T: jax.Array, chunk_rows: int, rows: str = "xla"
+) -> jax.Array:
+    """Cross-entropy of each token in nats, float32 or wider [T], in chunks; logits in the dtype of h.
+
+    rows: how the losses are computed from logits, mosaic or xla. Not for differentiation.
+    """
+    w_cast, losses = w_VD.astype(h_TD.dtype), []
+    for part in _chunks(h_TD.shape[0], chunk_rows):
+        # As in training, a chunk begins when the one before it is done.
+        h, losses = jax.lax.optimization_barrier((h_TD[part], losses))
+        losses.append(kernels.pick(rows).token_losses(plain_dense(h, w_cast), targets_T[part]))
+    return jnp.concatenate(losses)
 
 
 def head_loss(
@@ -288,10 +298,7 @@ def _chunks(rows: int, size: int) -> list[slice]:
 
 
 def _head_loss_value(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):
-    total = jnp.zeros((), statistics_dtype(h_TD))
-    for part in _chunks(h_TD.shape[0], chunk_rows):
-        total += jnp.sum(token_losses(h_TD[part], w_VD, targets_T[part]) * weights_T[part])
-    return total
+    return jnp.sum(token_losses(h_TD, w_VD, targets_T, chunk_rows, rows) * weights_T)
 
 
 def _head_loss_forward(chunk_rows, rows, h_TD, w_VD, targets_T, weights_T):

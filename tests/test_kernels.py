@@ -41,6 +41,7 @@ def test_softmax_gradient():
 
         gradient, found = kernels.plain_softmax_gradient(logits, targets, weights)
         np.testing.assert_allclose(found, losses(logits), rtol=1e-13)
+        np.testing.assert_allclose(kernels.plain_token_losses(logits, targets), losses(logits), rtol=1e-13)
         np.testing.assert_allclose(
             gradient, jax.grad(lambda x: jnp.sum(losses(x) * weights))(logits), rtol=1e-11, atol=1e-14
         )
@@ -50,15 +51,16 @@ def test_softmax_gradient():
 def cases(T, D, V):
     wide = jax.ShapeDtypeStruct((T, D), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((T,), jnp.float32)
-    logits = jax.ShapeDtypeStruct((T, V), jnp.bfloat16)
+    logits, targets = jax.ShapeDtypeStruct((T, V), jnp.bfloat16), jax.ShapeDtypeStruct((T,), jnp.int32)
     return {
         "norm": (lambda x: kernels.norm(x, EPS, jnp.bfloat16), (wide,)),
         "norm_gradient": (kernels.norm_gradient, (wide, row, wide, wide)),
-        "softmax_gradient": (kernels.softmax_gradient, (logits, jax.ShapeDtypeStruct((T,), jnp.int32), row)),
+        "softmax_gradient": (kernels.softmax_gradient, (logits, targets, row)),
+        "token_losses": (kernels.token_losses, (logits, targets)),
     }
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_gradient", "softmax_gradient"])
+@pytest.mark.parametrize("name", ["norm", "norm_gradient", "softmax_gradient", "token_losses"])
 @pytest.mark.parametrize("workers", [None, 3])
 def test_kernels_lower_for_a_gpu(name, workers):
     function, arguments = cases(256, 320, 32000)[name]
