@@ -87,7 +87,7 @@ def read(path):
     return json.loads(Path(path).read_text(), parse_constant=refuse)
 
 
-def test_cases_alternate_and_give_the_ratio(inline, cache, stub, tmp_path, capsys):
+def test_cases_alternate_and_give_the_ratio(inline, cache, stub, tmp_path, capsys, monkeypatch):
     out = tmp_path / "peer.json"
     words = [f"--peer={stub}", f"--data={cache}", f"--out={out}", "--cases=20m/4,90m/2", "--packed-rows=4"]
     words += ["--packed=2", "--steps=2", "--warmup=2", *WORDS]
@@ -122,10 +122,14 @@ def test_cases_alternate_and_give_the_ratio(inline, cache, stub, tmp_path, capsy
     ids = [word.removeprefix("--tokens=") for word in inline[0] if word.startswith("--tokens=")]
     expected = timing.rows(configs.load("configs/c4_20m.py", ours.settings(WORDS_SET, 128)), cache)
     assert measured["20m/4 peer default 1"]["ids"] == int(expected.reshape(-1)[: 8 * 4 * 17].sum()) and len(ids) == 1
-    # Again: the finished case is kept, the other one starts anew.
+    # Again: the finished case is kept but for a head that it lacks, the other one starts anew.
     count = len(inline)
+    monkeypatch.setattr(peer, "has_package", lambda python, package: package == "cce_package")
+    monkeypatch.setitem(peer.HEADS, "cce", "cce_package")
     peer.main([*words, "--packed="])
-    assert len(inline) == count + 2 and read(out)["measured"]["20m/4 ours 1"] == measured["20m/4 ours 1"]
+    again = read(out)
+    assert len(inline) == count + 2 and again["measured"]["20m/4 ours 1"] == measured["20m/4 ours 1"]
+    assert again["cases"]["20m/4"] == {**case, "other_heads": {"liger": None, "cce": 4000}}
 
 
 WORDS_SET = [word.removeprefix("--set=") for word in WORDS]
