@@ -236,7 +236,7 @@ def plain_softmax_gradient(
 def _scan(row: Any, step: Callable[..., Any], start: Any) -> Any:
     """Carries values that start as `start`, or None, through step(place, x, carry) over a row in shared memory.
 
-    The row is [V / LANES, LANES]; x float32 [part, LANES], what is in registers at a time; place: where x is in the row.
+    The row is [V / LANES, LANES]; x float32 [part, LANES], what is in registers at a time; place: its place in the row.
     """
     count = row.shape[0]
     part = max(n for n in range(1, 26) if count % n == 0)
