@@ -186,7 +186,7 @@ def startup(record: Record) -> str:
     row = [number(measured[name].get("first_update_s"), ".1f", unit=" s") for name in ("empty cache", "warm cache")]
     row += [number(found.get(f"{name}_ms"), unit=" ms") for name in ("update", "forward", "evaluation")]
     row.append("-" if "error" in found else number(found["forward_ms"] / found["evaluation_ms"]))
-    columns = ["first update, empty cache", "warm cache", "update", "its forward pass", "evaluation", "evaluation is"]
+    columns = ["first update, empty cache", "warm cache", "update", "its forward part", "evaluation", "evaluation is"]
     return f"{head(record)}\n\n" + markdown(["", *columns], [["", *row]])
 
 

@@ -274,7 +274,8 @@ def token_losses(
 
     rows: how the losses are computed from logits, mosaic or xla. Not for differentiation.
     """
-    w_cast, losses = w_VD.astype(h_TD.dtype), []
+    w_cast = w_VD.astype(h_TD.dtype)
+    losses: list[jax.Array] = []
     for part in _chunks(h_TD.shape[0], chunk_rows):
         # As in training, a chunk begins when the one before it is done.
         h, losses = jax.lax.optimization_barrier((h_TD[part], losses))

@@ -2,9 +2,15 @@
 
 import sys
 
+import jax
+import numpy as np
 import pytest
+from harness import tiny, write_cache
+from ml_collections import FrozenConfigDict
 
 from bench import speed_tables, startup
+from llama_jax import arena, loss
+from llama_jax.build import build
 
 WRITES = """
 import sys, time
@@ -54,3 +60,17 @@ def test_the_table():
         {"measured": measured, "environment": environment, "command": "python -m bench.startup"}
     )
     assert "| 31.2 s | 12.5 s | 48.00 ms | 16.00 ms | 15.00 ms | 1.07 |" in text
+
+
+def test_evaluation_is_measured_beside_the_forward_part_and_the_update(tmp_path):
+    config = tiny(data__source="cache", data__path=str(write_cache(tmp_path / "cache")), model__head_chunk_rows=100)
+    found = startup.evaluation(config, config.data.path, 2)
+    assert set(found) == {"update_ms", "forward_ms", "evaluation_ms"} and min(found.values()) > 0
+    # The forward part computes the losses of the step, and keeps arrays for a gradient.
+    built, model = build(config), FrozenConfigDict(config.model)
+    tokens = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.uint16)
+    params = {name: tensor[0] for name, tensor in arena.views(built.initial_state().params_NP, built.layout).items()}
+    total, kept = startup.forward_part(model, built.numerics, params, tokens)
+    expected = loss.loss_sum(model, built.numerics, params, tokens.astype(np.int32), np.ones(16, np.float32))
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    assert sum(x.size for x in jax.tree.leaves(kept)) > 16 * 16 * config.model.ffn  # what the gate works on, at least
