@@ -182,7 +182,7 @@ def golden(record: Record) -> str:
 def startup(record: Record) -> str:
     """Seconds until the first update, and evaluation beside the forward pass of training."""
     measured = record["measured"]
-    found = measured["evaluation"]
+    found = measured.get("evaluation", {"error": "not measured"})
     row = [number(measured[name].get("first_update_s"), ".1f", unit=" s") for name in ("empty cache", "warm cache")]
     row += [number(found.get(f"{name}_ms"), unit=" ms") for name in ("update", "forward", "evaluation")]
     row.append("-" if "error" in found else number(found["forward_ms"] / found["evaluation_ms"]))
