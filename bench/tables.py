@@ -144,13 +144,12 @@ def slurm() -> str:
     """A training job of scripts/slurm on a GPU, signalled and requeued: the lines of its console that say so."""
     record = read_json(RESULTS / "slurm_h200.json")
     said = ("slurm:", "error:", "continues after", "done:")
-    lines = [f"    {line}" for line in record["log"] if line.startswith(said)]
+    lines = [line for line in record["log"] if line.startswith(said)]
     device, versions = record["environment"]["device"], record["environment"]["versions"]
     return (
         f"One {device['kind']}, JAX {versions['jax']}, commit {record['commit'][:7]}; `{record['command']}`, "
         f"{record['seconds']:.0f} s in all, USR1 {record['signal_after_s']:.0f} s after the submission.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        + "\n".join(["```text", *lines, "```\n"])
     )
 
 
