@@ -342,6 +342,18 @@ def test_mistakes_in_the_site_file_are_refused(line, message, cluster, submit, t
     assert cluster.jobs() == []
 
 
+@pytest.mark.parametrize("name", ["acount", "trian_partition", "train_", "GPUS", "setup_time", "gpus_type"])
+def test_a_misspelt_setting_is_refused(name, cluster, submit, tmp_path):
+    site = tmp_path / "site.conf"
+    site.write_text(f"export OWN=1 # a comment = no setting\n  train_gpus=2\nsbatch_options=(\n  --qos=a\n)\n{name}=x")
+    result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=site, code=2)
+    assert result.stderr.startswith(f"error: {site}: {name} is no setting") and result.stderr.count("\n") == 1
+    assert cluster.jobs() == []
+    site.write_text(site.read_text().replace(f"{name}=x", ""))
+    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=site)
+    assert len(cluster.jobs()) == 1
+
+
 def test_nothing_of_an_outer_job_reaches_the_new_one(cluster, submit, stub, tmp_path):
     """Submitted from a task of an array: the new job is none, takes its own CPUs and begins its own count."""
     outer = {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 1, "SLURM_MEM_PER_NODE": 10, "SLURM_CPUS_PER_TASK": 3}

@@ -10,17 +10,32 @@ fail() {
 
 say() { printf 'slurm: %s\n' "$*"; }
 
-# The settings: those of the example file, then the site's own.
+# The settings: those of the example file, then the site's own, none of which may be misspelt.
 # shellcheck source=/dev/null
 load_settings() {
   [[ -f scripts/slurm/site.conf.example ]] || fail "$PWD is not the checkout of llama_jax: start there"
   source scripts/slurm/site.conf.example
   local file="${LLAMA_JAX_SITE:-scripts/slurm/site.conf}"
   if [[ -f "$file" ]]; then
+    check_names "$file"
     source "$file"
   elif [[ -n "${LLAMA_JAX_SITE:-}" ]]; then
     fail "LLAMA_JAX_SITE=$file does not exist"
   fi
+}
+
+# Refuses a file that sets what is no setting, with or without a command in front. Variables of its own it can export.
+check_names() {
+  local known="" name line commands="train|prepare|sweep|bench|evaluate|export|generate|verify|describe|report"
+  while IFS= read -r line; do
+    [[ ! "$line" =~ ^([a-z_]+)= ]] || known+="${known:+|}${BASH_REMATCH[1]}"
+  done <scripts/slurm/site.conf.example
+  while IFS= read -r line || [[ -n "$line" ]]; do
+    [[ "$line" =~ ^[[:space:]]*([A-Za-z_][A-Za-z_0-9]*)\+?= ]] || continue
+    name="${BASH_REMATCH[1]}"
+    [[ "$name" =~ ^(($commands)_)?($known)$ ]] ||
+      fail "$1: $name is no setting (see scripts/slurm/site.conf.example; a variable of your own needs export before it)"
+  done <"$1"
 }
 
 # setting NAME: given on the command line, for this command in the file, or for all.
