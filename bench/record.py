@@ -117,7 +117,7 @@ SCHEMA: dict[str, Any] = {
 
 
 SAID = ("id", "status", "created", "author", "reference_public", "model", "command", "notes")
-RESOLVED = {"compute_dtype", "residual_dtype", "attention", "head", "kernels", "gate"}
+RESOLVED = {"compute_dtype", "residual_dtype", "attention", "head", "kernels", "gate", "rotary"}
 
 
 def problem_said(said: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from bench import recipe_checks, recipe_fields, record
 from bench.recipe_fields import BOOKKEEPING, CLASSES, IMAGE, OBJECTIVE, STRUCTURAL, SWAP, class_of, same
 from bench.record import RecordError
 from llama_jax import config as configs
+from llama_jax import runtime
 from llama_jax.fields import FIELDS
 
 
@@ -24,6 +25,14 @@ def test_every_config_field_has_exactly_one_class():
     assert sorted(classed) == sorted(FIELDS), sorted(set(classed) ^ set(FIELDS))
     assert len(classed) == len(set(classed))
     assert {*CLASSES[SWAP], "resolved/gate", "resolved/rotary"} == set(recipe_fields.SWAPS)
+
+
+def test_every_choice_of_a_device_is_recorded_and_classed():
+    """What runtime.choose() decides without a field of the config needs a record and a class, too."""
+    choices, _ = runtime.choose(config(), runtime.Device("cpu", "cpu"))
+    assert set(choices) == record.RESOLVED
+    named = {f"model.{name}" if f"model.{name}" in FIELDS else f"resolved/{name}" for name in choices}
+    assert named == {*recipe_fields.SWAPS, "model.compute_dtype", "model.residual_dtype"} - {"model.head_chunk_rows"}
 
 
 def test_the_check_of_the_classes_can_fail(monkeypatch):

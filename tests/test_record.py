@@ -94,6 +94,7 @@ MUTANTS = {
     "no resolved residual dtype": ("resolved/residual_dtype", KeyError),
     "no resolved head": ("resolved/head", KeyError),
     "no resolved gate": ("resolved/gate", KeyError),
+    "no resolved rotary": ("resolved/rotary", KeyError),
     "nothing resolved": ("resolved", {}),
     "a loss that is a truth value": ("arm/losses/4", True),
     "a loss below 0": ("arm/losses/4", -1.0),
