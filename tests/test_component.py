@@ -181,6 +181,12 @@ def padded(params, grads):
     return component_cases.arena_adamw(layout._replace(decayed=layout.decayed + first.size), params, grads)
 
 
+def one_model_for_all(params, tokens, weights):
+    """Every worker has the parameters of the first."""
+    same = {name: jnp.broadcast_to(x[:1], x.shape) for name, x in params.items()}
+    return accepted("workers")(same, tokens, weights)
+
+
 DEFECTS = {
     "causal mask off by one": ("attention", component_layers.attention_path(peeking)),
     "no 1/sqrt(d)": ("attention", attention_with(lambda q, k, v: (q * q.shape[-1] ** 0.5, k, v))),
@@ -202,6 +208,7 @@ DEFECTS = {
     "decay on norm scales": ("optimizer", decayed_norms),
     "gradients scaled": ("optimizer", uncorrected),
     "decay reaches too far": ("optimizer", padded),
+    "the parameters of another worker": ("workers", one_model_for_all),
 }
 ACCEPTED = {
     "attention": {"attention": "reference"},
@@ -210,6 +217,7 @@ ACCEPTED = {
     "mlp": {"gate": "xla"},
     "projections": {"rotary": "xla"},
     "optimizer": {"optimizer": "tree"},
+    "workers": {"workers": "loop"},
 }
 
 
