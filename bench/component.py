@@ -9,9 +9,10 @@ max|x - oracle| / rms(oracle), and the swap passes when its worst error over the
 times the worst of the accepted path, plus SLACK, for every kind of input and every output. No bound is absolute: the
 path that is already trusted sets it.
 
-A record (JSON): {"format": FORMAT, "sha256" of "measured", "measured": {created, command, stack, device_kind, tests}}.
-A test: component, compares, a, b (implementations), layer_shape, dtype, bound, error_metric, seeds, oracle, errors
-{kind: {output: {a: [of each seed], b: [...]}}}, worst_error, worst, passed; the last three follow from the errors.
+A record (JSON): {"format": FORMAT, "sha256" of "measured", "measured": {created, command, stack, environment,
+device_kind, tests}}. A test: component, compares, a, b (implementations), layer_shape, dtype, bound, error_metric,
+seeds, oracle, errors {kind: {output: {a: [of each seed], b: [...]}}}, worst_error, worst, passed; the last three follow
+from the errors.
 bench/components.py is something else: it times parts of the packed step.
 """
 
@@ -40,7 +41,8 @@ ALSO = {
     "workers": ({"workers": "loop"}, {"workers": "vmap"}),
 }
 MEASURED: dict[str, Any] = {
-    "created": str, "command": str, "stack": SCHEMA["stack"], "device_kind": str, "tests": list,
+    "created": str, "command": str, "stack": SCHEMA["stack"], "environment": SCHEMA["environment"], "device_kind": str,
+    "tests": list,
 }  # fmt: skip
 TEST: dict[str, Any] = {
     "component": str, "compares": str, "a": Free((str, int)), "b": Free((str, int)), "layer_shape": Free((int,)),
@@ -185,20 +187,35 @@ def valid(
     found: Mapping[str, Any], record: Mapping[str, Any], measured: Mapping[str, Any], settings: Any
 ) -> str | None:
     """Why a test of a component record says nothing about a recipe, or None: another device, software, shape, dtype,
-    fewer seeds or kinds of inputs than are needed."""
+    other compiler settings, fewer rows, seeds or kinds of inputs than are needed."""
     from bench.component_draws import KINDS, shape_of
 
     rows = found["layer_shape"].get("rows", 1)
     stated = {
         "device": (record["measured"]["device_kind"], measured["device"]["kind"]),
         "software": (image(record["measured"]["stack"]), image(measured["stack"])),
+        "compiler settings": tuple(compiled(one["environment"]) for one in (record["measured"], measured)),
         "shape": (found["layer_shape"], shape_of(found["component"], settings, rows)),
+        "rows": (rows >= _rows_needed(found, measured), True),
         "dtype": (found["dtype"], measured["resolved"]["compute_dtype"]),
         "seeds": (len(set(found["seeds"])) >= len(SEEDS), True),
         "inputs": (sorted(found["errors"]), sorted(KINDS)),
     }
     wrong = [name for name, (have, want) in stated.items() if not same(have, want)]
     return f"of another {', '.join(wrong)}" if wrong else None
+
+
+def compiled(environment: Mapping[str, Any]) -> list[Any]:
+    """What decides how programs are compiled: XLA's flags and options, JAX's settings."""
+    return [environment[part] for part in ("xla_flags", "compiler_options", "jax")]
+
+
+def _rows_needed(found: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
+    """Rows that inputs must have. One shows all that a component does with a row; a head whose microbatch is cut into
+    chunks must have been tested with more than one."""
+    config, chunks = measured["config"], [found[side].get("chunk_rows") for side in "ab"]
+    several = max((size // config["model"]["context"] + 1 for size in chunks if size), default=1)
+    return int(min(config["training"]["microbatch"], several))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -226,9 +243,12 @@ def main(arguments: Sequence[str]) -> None:
 
     from bench import recipe_run
 
-    stack, kind = recipe_run.stack(options.commit), jax.devices()[0].device_kind
+    stack, environment = recipe_run.stack(options.commit), recipe_run.environment()
+    kind = jax.devices()[0].device_kind
     if kind != recipe["device"]["kind"] or image(stack) != image(recipe["stack"]):
         raise ConfigError(f"{options.recipe}: made on {recipe['device']['kind']} with its own versions and sources")
+    if not same(compiled(environment), compiled(recipe["environment"])):
+        raise ConfigError(f"{options.recipe}: made with other XLA flags or JAX settings; set them as it had them")
     wanted = recipe_fields.needed(reference, recipe)
     wanted += [{"component": name, "a": ALSO[name][0], "b": ALSO[name][1]} for name in options.also]
     if any(pair[side].get("attention") == "cudnn" for pair in wanted for side in "ab"):
@@ -246,6 +266,7 @@ def main(arguments: Sequence[str]) -> None:
         "created": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "command": shlex.join(["python", "-m", "bench.component", *map(recipe_fields.anonymous, arguments)]),
         "stack": stack,
+        "environment": environment,
         "device_kind": kind,
         "tests": tests,
     }

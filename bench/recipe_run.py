@@ -125,7 +125,7 @@ def run(config: Any, about: About, workload: Workload = record.PROTOCOL) -> dict
         "workload": workload._asdict(),
         "device": _device(built, about.network, before, after),
         "stack": software,
-        "environment": _environment(),
+        "environment": environment(),
         "conventions": {
             "cv_ddof": measure.CV_DDOF,
             "step_time": "difference of completion stamps, waiting for input included",
@@ -273,7 +273,7 @@ def stack(commit: str | None) -> dict[str, Any]:
     }
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     secret = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
     return {
         "xla_flags": parse_flags(os.environ.get("XLA_FLAGS", "")),

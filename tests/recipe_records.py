@@ -139,7 +139,8 @@ def component_record(found, error=1e-3, **changes):
         )  # fmt: skip
     made = {
         "created": "2026-01-31T12:00:00Z", "command": "python -m bench.component",
-        "stack": found["measured"]["stack"], "device_kind": found["measured"]["device"]["kind"], "tests": tests,
+        "stack": found["measured"]["stack"], "environment": found["measured"]["environment"],
+        "device_kind": found["measured"]["device"]["kind"], "tests": tests,
     }  # fmt: skip
     return {"format": component.FORMAT, "sha256": record.digest(made), "measured": made}
 

@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from recipe_records import LOSSES, WORKLOAD, checked, component_record, edited, measured, recipe, reference, write
+from recipe_records import config as config_of
 
-from bench import gpus, ranking, recipe_page, record
+from bench import component_draws, gpus, ranking, recipe_page, record
 from bench import recipe as command
 from bench.record import RecordError
 from llama_jax.errors import ConfigError, DataError
@@ -105,6 +106,12 @@ def test_swaps_need_their_component_tests():
         "of another software": component_record(
             recipe(resolved=found["measured"]["resolved"], change=lambda f: f["stack"].update(code_sha256="0" * 64))
         ),
+        "of another compiler settings": component_record(
+            recipe(
+                resolved=found["measured"]["resolved"],
+                change=lambda f: f["environment"]["xla_flags"].update(xla_gpu_autotune_level="0"),
+            )
+        ),
         "of another shape": component_record(found, layer_shape={"rows": 4}),
         "of another dtype": component_record(found, dtype="float32"),
         "of another seeds": component_record(found, seeds=[1, 1, 1]),
@@ -112,6 +119,11 @@ def test_swaps_need_their_component_tests():
     }.items():
         checks = checked(found, GOLDEN, components=[other])["checks"]
         assert not checks["passed"] and {t["reason"] for t in checks["components"]["tests"]} == {name}, name
+    short = recipe(resolved={"head": "chunked"}, fields={"model.head_chunk_rows": 64})  # half of a microbatch
+    for rows, reason in ((4, None), (3, None), (2, "of another rows")):
+        shape = component_draws.shape_of("head", config_of().model, rows)
+        checks = checked(short, GOLDEN, components=[component_record(short, layer_shape=shape)])["checks"]
+        assert [t["reason"] for t in checks["components"]["tests"]] == [reason], rows
     again = checked(found, GOLDEN, components=[component_record(found, error=3e-3), passed])
     assert again["checks"]["passed"]  # the failed one is kept in the record beside the passed one
 

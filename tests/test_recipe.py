@@ -82,7 +82,7 @@ def test_the_settings_of_jax_are_those_in_force(folder):
     assert found == {name: found[name] for name in recipe_run.JAX_SETTINGS} and "absent" not in found.values()
     assert (found["jax_enable_x64"], found["jax_disable_jit"]) == (False, False)
     with jax.default_matmul_precision("tensorfloat32"), jax.disable_jit():
-        changed = recipe_run._environment()["jax"]
+        changed = recipe_run.environment()["jax"]
     differing = {name: changed[name] for name in found if changed[name] != found[name]}
     assert differing == {"jax_default_matmul_precision": "tensorfloat32", "jax_disable_jit": True}
 
