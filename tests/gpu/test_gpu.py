@@ -53,7 +53,7 @@ def test_fast_path_against_float32_reference(workers):
             assert error < 3e-2, (name, worker, error)  # eight layers of bfloat16 products, 8 bits each
 
 
-@pytest.mark.parametrize("width", [320, 512, 640])
+@pytest.mark.parametrize("width", [320, 512, 640, 960, 2048])
 @pytest.mark.parametrize("workers", [None, 3])
 def test_row_kernels_against_their_twins(width, workers):
     """Rows, and a number of tiles, that don't divide evenly among the blocks; twins in float32 on the same inputs."""
