@@ -36,7 +36,7 @@ def head(record: Record) -> str:
     """Device, versions and command of a record."""
     environment = record["environment"]
     versions = environment["versions"]
-    torch = f", torch {versions['torch']}" if "peer " in " ".join(record["measured"]) else ""
+    torch = f", torch {versions['torch']}" if "torch" in versions and "peer " in " ".join(record["measured"]) else ""
     return f"One {environment['device']}, JAX {versions['jax']}{torch}; `{record['command']}`."
 
 
