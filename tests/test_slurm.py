@@ -354,6 +354,13 @@ def test_a_misspelt_setting_is_refused(name, cluster, submit, tmp_path):
     assert len(cluster.jobs()) == 1
 
 
+def test_line_ends_of_windows_are_refused(cluster, submit, tmp_path):
+    (tmp_path / "site.conf").write_bytes(b"partition=gh\r\n")
+    result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=tmp_path / "site.conf", code=2)
+    assert "site.conf has the line ends of Windows; take them out: sed -i 's/\\r$//' FILE" in result.stderr
+    assert cluster.jobs() == []
+
+
 def test_nothing_of_an_outer_job_reaches_the_new_one(cluster, submit, stub, tmp_path):
     """Submitted from a task of an array: the new job is none, takes its own CPUs and begins its own count."""
     outer = {"SLURM_ARRAY_JOB_ID": 7, "SLURM_ARRAY_TASK_ID": 1, "SLURM_MEM_PER_NODE": 10, "SLURM_CPUS_PER_TASK": 3}

@@ -31,6 +31,7 @@ check_names() {
     [[ ! "$line" =~ ^([a-z_]+)= ]] || known+="${known:+|}${BASH_REMATCH[1]}"
   done <scripts/slurm/site.conf.example
   while IFS= read -r line || [[ -n "$line" ]]; do
+    [[ "$line" != *$'\r' ]] || fail "$1 has the line ends of Windows; take them out: sed -i 's/\\r$//' FILE"
     [[ "$line" =~ ^[[:space:]]*([A-Za-z_][A-Za-z_0-9]*)\+?= ]] || continue
     name="${BASH_REMATCH[1]}"
     [[ "$name" =~ ^(($commands)_)?($known)$ ]] ||
