@@ -211,6 +211,19 @@ def test_a_signal_to_the_shell_reaches_the_command_once(name, cluster, submit, s
     assert text.count("saved, requeued") == 2
 
 
+def test_a_signal_to_an_srun_that_waits_for_its_step_loses_nothing(cluster, submit, stub, tmp_path):
+    submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_PYTHON=stub())
+
+    def watch(node):
+        if node.text().endswith("nodes are busy)\n"):
+            node.warn()
+
+    cluster.drain(watch, lambda job: {} if job["restarts"] else {"FAKE_SRUN_WAITS": "1"})
+    text = log_of(cluster, tmp_path / "run")
+    assert list(ended(cluster).values()) == [("COMPLETED", 0, 1)] and len(stub.calls()) == 1, text
+    assert "Cancelled pending job step with signal 10" in text and "requeued with progress 0\n" in text
+
+
 def test_requeues_end_where_nothing_moves(cluster, submit, stub, tmp_path):
     submit("train", f"--workdir={tmp_path / 'still'}", LLAMA_JAX_PYTHON=stub("exit 75"))
     folder = tmp_path / "moves"
@@ -397,7 +410,7 @@ def test_jobs_get_their_variables(cluster, submit, stub, tmp_path):
         'echo "got: $XLA_PYTHON_CLIENT_MEM_FRACTION|$LLAMA_JAX_COMPILE_CACHE|$SLURM_CPUS_PER_TASK|$PYTHONUNBUFFERED"'
     )
     submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=site, LLAMA_JAX_PYTHON=stub(script))
-    cluster.drain()
+    cluster.drain(variables=lambda job: {"SLURM_EXPORT_ENV": "NONE"})  # as after sbatch --export=NONE
     assert "got: 0.8|/scratch/my cache|72|1\n" in log_of(cluster, tmp_path / "run")
 
 

@@ -154,15 +154,15 @@ job() {
     export LLAMA_JAX_COMPILE_CACHE="$cache"
   fi
   cpus="${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}"
-  local step=(setsid srun --nodes=1 --ntasks=1 --kill-on-bad-exit=1)
+  local step=(setsid srun --export=ALL --nodes=1 --ntasks=1 --kill-on-bad-exit=1)
   [[ -z "$cpus" ]] || step+=(--cpus-per-task="$cpus") # srun does not take this over from sbatch
   if [[ -n "$asked" ]]; then # before there was anything to save
     code=75
   else
     run_and_wait "${step[@]}" "$python" "${words[@]}" "$@"
   fi
-  if [[ -n "$asked" && "$code" == 138 ]]; then # the signal came before the command could listen: nothing is lost
-    code=75
+  if [[ -n "$asked" && ("$code" == 138 || "$code" == 1) ]]; then
+    code=75 # too early for the command to listen (138), or for srun to begin the step, which it gave up then (1)
   fi
 
   if [[ "$code" == 0 ]]; then

@@ -4,9 +4,9 @@ The folder in FAKE_SLURM is the controller's memory: one JSON file a job, the sp
 Nothing runs until somebody calls Cluster.drain(), which plays the node: it runs one job after the other, and a `watch`
 function may meanwhile do to a running job what time limits, users and broken nodes do. What matters to scripts is as in
 the real one: the script is a copy in a spool folder; --signal=B: reaches the batch shell alone; srun hands USR1 on, but
-kills the task when it gets TERM, and exits with 128 + n for a task that a signal ended; scancel signals the tasks, and
-the process group of the shell; requeueing kills the job; the last task of an array has the id of the whole array, so
-that a requeue by that id means all of them.
+kills the task when it gets TERM, exits with 128 + n for a task that a signal ended, and gives up with 1 when a signal
+comes while it waits for its step; scancel signals the tasks, and the process group of the shell; requeueing kills the
+job; the last task of an array has the id of the whole array, so that a requeue by that id means all of them.
 """
 
 import json
@@ -234,7 +234,15 @@ def srun():
 
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, hand_on)
-    variables = {**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    if "FAKE_SRUN_WAITS" in os.environ:
+        print("srun: Step creation temporarily disabled, retrying (Requested nodes are busy)", flush=True)
+        while not waiting:
+            time.sleep(0.02)
+        sys.exit(f"srun: Cancelled pending job step with signal {waiting[0]}")
+    given = dict(os.environ)
+    if options.get("export", given.get("SLURM_EXPORT_ENV")) == "NONE":
+        given = {name: given[name] for name in given if name.startswith(("SLURM_", "FAKE_")) or name == "PATH"}
+    variables = {**given, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     variables.pop("SLURM_CPUS_PER_TASK", None)
     if "cpus-per-task" in options:
         variables["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
