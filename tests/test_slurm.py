@@ -339,6 +339,10 @@ def test_settings_come_from_the_site_and_from_flags(cluster, submit, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("time=5", "time = 5 is no longer than signal_minutes = 5"),
+        ("signal_minutes=90\ntime=01:30:00", "time = 01:30:00 is no longer than signal_minutes = 90"),
+        ("signal_minutes=2880\ntime=2-00:00", "time = 2-00:00 is no longer than signal_minutes = 2880"),
+        ("train_time=4:59", "time = 4:59 is no longer than signal_minutes = 5"),
         ("stalls=three", "stalls = three is no number"),
         ("gpus=08", "gpus = 08 is no number"),
         ("memory_fraction=90%", "memory_fraction = 90% is no number above 0, up to 1"),
@@ -372,6 +376,23 @@ def test_line_ends_of_windows_are_refused(cluster, submit, tmp_path):
     result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=tmp_path / "site.conf", code=2)
     assert "site.conf has the line ends of Windows; take them out: sed -i 's/\\r$//' FILE" in result.stderr
     assert cluster.jobs() == []
+
+
+@pytest.mark.parametrize("time", ["6", "5:59:00", "0", "0-1", "1-0:0", "00:06:00", "", "UNLIMITED", "08:09:00"])
+def test_limits_of_time_that_leave_room_for_a_save(time, cluster, submit, tmp_path):
+    submit(f"--time={time}", "train", f"--workdir={tmp_path / 'run'}")
+    assert cluster.jobs()[0]["options"].get("time", "") == time
+
+
+def test_slashes_at_the_end_of_a_folder(cluster, submit, tmp_path):
+    submit("train", f"--workdir={tmp_path / 'run'}//")
+    submit("prepare", f"--out={tmp_path / 'cache'}//")
+    train, prepare = (job["options"] for job in cluster.jobs())
+    assert (train["job-name"], train["output"]) == ("llama_jax-train-run", f"{tmp_path / 'run'}/slurm-%j.log")
+    assert (prepare["job-name"], prepare["output"]) == (
+        "llama_jax-prepare-cache",
+        f"{tmp_path / 'cache'}.logs/slurm-%j.log",
+    )
 
 
 def test_nothing_of_an_outer_job_reaches_the_new_one(cluster, submit, stub, tmp_path):
@@ -429,6 +450,8 @@ REFUSED = [
     (["--at-once=x", "prepare", "--out=w"], "--at-once=x: a number from 1"),
     (["--slices=2", "prepare", "--out=w", "--download"], "fetch it without --slices first"),
     (["--slices=2", "prepare", "--out=w", "--slice=0/2"], "leave out --slice=0/2"),
+    (["--at-once=2", "prepare", "--out=w"], "--at-once is for arrays"),
+    (["--at-once=2", "train", "--workdir=w"], "--at-once is for arrays"),
     (["--sbatch=", "train", "--workdir=w"], "unknown option: --sbatch="),
     (["--sbatch=qos=long", "train", "--workdir=w"], "unknown option: --sbatch=qos=long"),
     (["--gpus=x", "train", "--workdir=w"], "gpus = x is no number"),

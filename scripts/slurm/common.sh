@@ -85,7 +85,7 @@ log_folder() {
     sweep | prepare)
       out="$(option out "$@")"
       [[ -n "$out" ]] || fail "$command needs --out=FOLDER"
-      [[ "$command" == sweep ]] || out="${out%/}.logs" # a token cache holds nothing else
+      [[ "$command" == sweep ]] || out="$(without_slashes "$out").logs" # a token cache holds nothing else
       ;;
     *)
       out="$(option run "$@")"
@@ -93,7 +93,14 @@ log_folder() {
       ;;
   esac
   [[ "$out" != *\\* ]] || fail "$out: sbatch can't write a log to a path with a backslash"
-  printf '%s' "$out"
+  without_slashes "$out"
+}
+
+# A path without slashes at its end, which completion leaves there.
+without_slashes() {
+  local path="$1"
+  while [[ "$path" == ?*/ ]]; do path="${path%/}"; done
+  printf '%s' "$path"
 }
 
 # Sets `python`: LLAMA_JAX_PYTHON as it is, or that of the environment, which one process at a time makes or updates.

@@ -32,6 +32,19 @@ TEXT
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 source scripts/slurm/common.sh
 
+# minutes_of TIME: a time limit of sbatch in minutes, rounded down; nothing for an empty one or another form.
+minutes_of() {
+  local days="" fields
+  [[ "$1" =~ ^(([0-9]+)-)?([0-9]+(:[0-9]+){0,2})$ ]] || return 0
+  days="${BASH_REMATCH[2]}"
+  IFS=: read -ra fields <<<"${BASH_REMATCH[3]}"
+  if [[ -n "$days" || "${#fields[@]}" == 3 ]]; then # [DAYS-]HOURS[:MINUTES[:SECONDS]]
+    printf '%s' "$(((10#${days:-0} * 24 + 10#${fields[0]}) * 60 + 10#${fields[1]:-0}))"
+  else # MINUTES[:SECONDS]
+    printf '%s' "$((10#${fields[0]}))"
+  fi
+}
+
 slices="" at_once="" after="" dry=0 extra=()
 while (($#)); do
   case "$1" in
@@ -77,6 +90,9 @@ for name in gpus stalls; do
 done
 minutes="$(setting signal_minutes)"
 [[ "$minutes" =~ ^[1-9][0-9]*$ ]] || fail "signal_minutes = $minutes is no number from 1"
+limit="$(minutes_of "$(setting time)")"
+[[ -z "$limit" ]] || ((limit == 0 || limit > minutes)) || # 0: none
+  fail "time = $(setting time) is no longer than signal_minutes = $minutes: the job would be asked to save at its start"
 share="$(setting memory_fraction)"
 [[ "$share" =~ ^(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)$ ]] || fail "memory_fraction = $share is no number above 0, up to 1"
 for word in "${sbatch_options[@]}"; do # an empty word would stand for the script
@@ -85,6 +101,7 @@ done
 # From inside a job these would reach the new one, and srun there would take them for its own.
 unset "${!SLURM_ARRAY_@}" "${!SLURM_MEM_@}" SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_RESTART_COUNT
 [[ -z "$slices" || "$command" == prepare ]] || fail "--slices is for prepare"
+[[ -z "$at_once" || -n "$slices" || "$command" == sweep ]] || fail "--at-once is for arrays: a sweep, or --slices=N prepare"
 if [[ -n "$slices" ]]; then
   for word in "$@"; do
     case "$word" in
