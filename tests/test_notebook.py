@@ -49,6 +49,9 @@ def executed(tmp_path_factory):
     """(the executed notebook, its folder); what Jupyter keeps of a user stays in a temporary folder too."""
     folder = tmp_path_factory.mktemp("notebook")
     (folder / "text").mkdir()
+    for name in FOLDERS:  # of an earlier execution with other settings
+        (folder / "llama_jax_smoke" / name).mkdir(parents=True)
+        (folder / "llama_jax_smoke" / name / "config.json").write_text("{}")
     for name in ("README.md", "LICENSE"):
         shutil.copy(harness.ROOT / name, folder / "text" / f"{name}.txt")
     with pytest.MonkeyPatch.context() as patch:
