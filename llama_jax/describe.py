@@ -97,6 +97,8 @@ def device_named(text: str) -> Device:
     if kind.upper().startswith("TPU"):
         return Device("tpu", kind)
     number = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if capability and not number:
+        raise ConfigError(f"--device={text}: {capability!r} is no compute capability such as 9.0")
     found: tuple[int, int] | None = None if capability else flops.of_kind(flops.CAPABILITY, kind)
     found = (int(number[1]), int(number[2])) if number else found
     if not kind or found is None:

@@ -4,6 +4,7 @@ Letters: V vocabulary, D width, F feed-forward width, H query heads, d head size
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +13,23 @@ from typing import Any
 # system architecture pages, per chip (v2 and v3 devices are half chips).
 PEAK_FLOPS = (
     ("GH200", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
+    ("GB200", 2500e12),
     ("B200", 2250e12),
     ("A100", 312e12),
     ("L4", 121e12),
     ("T4", 65e12),
     ("TPU v6 lite", 918e12),
+    ("TPU v6e", 918e12),
     ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5p", 459e12),
     ("TPU v5", 459e12),
+    ("TPU v4 lite", None),
     ("TPU v4", 275e12),
     ("TPU v3", 61.5e12),
     ("TPU v2", 22.5e12),
@@ -34,6 +41,7 @@ CAPABILITY = (
     ("GH200", (9, 0)),
     ("H200", (9, 0)),
     ("H100", (9, 0)),
+    ("GB200", (10, 0)),
     ("B200", (10, 0)),
     ("A100", (8, 0)),
     ("L4", (8, 9)),
@@ -43,11 +51,10 @@ CAPABILITY = (
 
 
 def of_kind(table: Sequence[tuple[str, Any]], device_kind: str) -> Any:
-    """The entry of a table for a device kind, or None."""
+    """The first entry of a table whose name stands in a device kind, in upper or lower case, or None."""
     for part, value in table:
-        # "L4" must not match "L40S": the part has to end at a word's end.
-        position = device_kind.find(part)
-        if position >= 0 and not device_kind[position + len(part) :][:1].isdigit():
+        # Whole words: "L4" must not match "L40S", nor "B200" "GB200", nor "TPU v5" "TPU v5e".
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![A-Za-z0-9])", device_kind, re.IGNORECASE):
             return value
     return None
 

@@ -91,7 +91,13 @@ find_python() {
 python="$venv/bin/python"
 if [[ -x "$python" ]] && "$python" -m pip --version >/dev/null 2>&1; then
   suitable "$python" || fail "$venv holds $("$python" --version), --$device needs Python 3.$minor or newer: remove it or set VENV"
+  if [[ -n "${PYTHON:-}" ]]; then
+    suitable "$PYTHON" || fail "PYTHON=$PYTHON is no Python 3.$minor or newer that runs, which --$device needs"
+    [[ "$(short_version "$PYTHON")" == "$(short_version "$python")" ]] ||
+      fail "$venv holds $("$python" --version), PYTHON=$PYTHON is $("$PYTHON" --version): remove it or set VENV"
+  fi
 else
+  [[ ! -e "$venv" || -d "$venv" ]] || fail "$venv is no folder: set VENV to a new one"
   if [[ -e "$venv" && ! -f "$venv/pyvenv.cfg" ]]; then # making it anew empties the folder
     for name in "$venv"/* "$venv"/.[!.]*; do
       [[ ! -e "$name" && ! -L "$name" ]] || fail "$venv holds ${name##*/} and is no environment: set VENV to a new folder"
@@ -161,6 +167,8 @@ elif [[ -f "$constraints" ]]; then
 else
   printf 'setup: installing llama_jax%s into %s; no pinned versions for this Python, taking the newest\n' "${target#.}" "$venv"
 fi
+# While pip works the stamp has no digest: an installation that is cut off is made again, and its accelerator is known.
+printf -- '-\n%s\n' "${extras[*]}" >"$stamp"
 log="$venv/setup.log"
 printf 'setup: this takes a minute or more; what pip says goes to %s\n' "$log"
 if ! "$python" -m pip install --progress-bar off "${pins[@]}" --editable "$target" >"$log" 2>&1; then

@@ -141,10 +141,15 @@ def test_devices_by_name(text, device):
     assert describe.device_named(text) == device
 
 
-@pytest.mark.parametrize("text", ["NVIDIA L40S", "", "NVIDIA X,", "NVIDIA X,nine", ",9.0"])
+@pytest.mark.parametrize("text", ["NVIDIA L40S", "", "NVIDIA X,", ",9.0"])
 def test_unknown_devices_are_refused(text, said):
     code, _, error = said("--config=configs/smoke.py", f"--device={text}")
     assert code == 2 and error.startswith(f"error: --device={text}: a GPU whose compute capability isn't known; add it")
+
+
+def test_a_malformed_capability_is_refused(said):
+    code, _, error = said("--config=configs/smoke.py", "--device=NVIDIA H100,9")
+    assert (code, error) == (2, "error: --device=NVIDIA H100,9: '9' is no compute capability such as 9.0\n")
 
 
 def test_an_unknown_peak_is_said_to_be_unknown(said):

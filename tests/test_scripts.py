@@ -189,7 +189,7 @@ def test_setup_refuses_a_slow_scatter_that_is_pinned_or_came(pythons, checkout):
     assert (
         "error: JAX 0.11.0 has a slow scatter-add on NVIDIA GPUs, so not with --cuda13; take another" in result.stderr
     )
-    assert not (checkout / ".venv" / "llama_jax.stamp").exists()
+    assert (checkout / ".venv" / "llama_jax.stamp").read_text().startswith("-\n")  # not up to date
     (checkout / "pip.txt").unlink()
     pins = checkout / "constraints" / "py312.txt"
     pins.write_text(re.sub(r"\njax==.*", "\njax==0.11.0", pins.read_text()))
@@ -259,11 +259,31 @@ def test_setup_installs_once(checkout):
     _, words = setup()
     assert ".[prepare,report,test]" in words
 
-    _, words = setup("--tpu")
-    assert ".[prepare,report,tpu,test]" in words
+    result, words = setup("--tpu", PIP_CODE=1)
+    assert result.returncode == 2 and ".[prepare,report,tpu,test]" in words
+    # The accelerator, which may be there in part, is known to the next call, and nothing is up to date.
+    assert (checkout / ".venv" / "llama_jax.stamp").read_text() == "-\nprepare report tpu test\n"
     result, words = setup("--cuda12")
     assert result.returncode == 2
     assert words == []
+    _, words = setup()
+    assert ".[prepare,report,tpu,test]" in words
+
+
+def test_setup_heeds_the_python_named_for_an_environment_that_is_there(checkout, tmp_path):
+    def setup(python):
+        return run("bash", checkout / "scripts" / "setup.sh", cwd="/", PYTHON=python)
+
+    assert "is no Python 3.11 or newer that runs" in setup("/nowhere/python").stderr
+    other = tmp_path / "other"
+    other.write_text('#!/bin/sh\n[ "$1" != --version ] || echo Python 3.19.0\ncase "$*" in *print*) echo 319 ;; esac\n')
+    other.chmod(0o755)
+    result = setup(other)
+    assert result.returncode == 2 and f"PYTHON={other} is Python 3.19.0: remove it or set VENV" in result.stderr
+    assert not (checkout / "pip.txt").exists() and setup(sys.executable).returncode == 0
+    shutil.rmtree(checkout / ".venv")
+    (checkout / ".venv").write_text("")
+    assert ".venv is no folder: set VENV to a new one" in setup(sys.executable).stderr
 
 
 @pytest.fixture
