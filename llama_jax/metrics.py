@@ -184,39 +184,43 @@ class Meter:
         self.targets = targets
         self._before_s = wall_s
         self._flops = (flops_per_target, peak_flops)
-        self._clock = clock
+        self.clock = clock
         self._start = clock()
         self._paused_s = 0.0
         self._pause_start: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=window + 1)  # (seconds without pauses, targets)
         self._first: tuple[float, int] | None = None  # (clock, targets) at the first finished update of this process
+        self._last_s = self._start  # clock at the newest one
 
     @property
     def wall_s(self) -> float:
         """Seconds of this run so far, former processes included (without what a crash threw away)."""
-        return self._before_s + self._clock() - self._start
+        return self._before_s + self.clock() - self._start
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Around an evaluation, a save or an export: its time does not count in `targets_per_s`."""
         outer = self._pause_start is not None
         if not outer:
-            self._pause_start = self._clock()
+            self._pause_start = self.clock()
         try:
             yield
         finally:
             if not outer and self._pause_start is not None:
-                self._paused_s += self._clock() - self._pause_start
+                self._paused_s += self.clock() - self._pause_start
                 self._pause_start = None
 
-    def step(self, targets: int) -> None:
-        """One more update, of `targets` targets, is finished."""
+    def step(self, targets: int, finished_s: float | None = None) -> None:
+        """One more update, of `targets` targets, was finished when `clock` showed finished_s (None: now).
+
+        No pause may lie between that time and this call.
+        """
         self.targets += targets
-        now = self._clock()
-        active = (now if self._pause_start is None else self._pause_start) - self._start - self._paused_s
+        self._last_s = self.clock() if finished_s is None else finished_s
+        active = (self._last_s if self._pause_start is None else self._pause_start) - self._start - self._paused_s
         self._recent.append((active, self.targets))
         if self._first is None:
-            self._first = (now, self.targets)
+            self._first = (self._last_s, self.targets)
 
     def restart(self) -> None:
         """Forgets the window: the process was stopped (SIGSTOP) and the time since the last update means nothing."""
@@ -245,7 +249,7 @@ class Meter:
     def _eta(self) -> float | None:
         if self._first is None or self.targets == self._first[1]:
             return None
-        elapsed = self._clock() - self._first[0]
+        elapsed = self._last_s - self._first[0]
         return (self.total_targets - self.targets) * elapsed / (self.targets - self._first[1])
 
 

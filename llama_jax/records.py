@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,10 @@ class Update(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """An update on its way: its one-based number, learning rates FP64 [N], and results on the device."""
+    """An update on its way: its one-based number, learning rates FP64 [N], and results on the device.
+
+    finished: seconds on the meter's clock when the device had computed it.
+    """
 
     number: int
     update: Update
@@ -31,6 +35,7 @@ class Sent(NamedTuple):
     metrics: steps.Metrics
     distances: steps.Distances | None
     held: control.Control | None
+    finished: Future[float]
 
 
 def update_line(

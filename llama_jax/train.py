@@ -7,6 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from llama_jax import (
     resume,
     run_folder,
 )
+from llama_jax import step as steps
 from llama_jax import validation as validations
 from llama_jax.build import Built, build
 from llama_jax.errors import CheckpointError, DataError, DeviceError, Error, NonFiniteError
@@ -100,6 +102,7 @@ class _Loop:
         )
         self.last_save = time.monotonic()
         self.unread: records.Sent | None = None
+        self.watcher = ThreadPoolExecutor(1, "watcher")  # of what the device computes
         self.lost: set[int] = set()  # workers that have skipped an update that was not finite
         self.mixing, self.peaks = built.mixing(), configs.per_worker(built.config, "lr")
         self.ledger = network.make_ledger(config, built.schedule)
@@ -121,6 +124,7 @@ class _Loop:
             raise
         finally:
             self.loader.close()
+            self.watcher.shutdown()
             self.progress.close()
             for tracker in self.trackers:
                 tracker.close()
@@ -140,7 +144,8 @@ class _Loop:
             self.at.update, self.at.position = self.at.update + 1, end
             self.at.evaluated = not self.plan.is_boundary(end)
             self._read()  # the update before this one, so that the device never waits for the host
-            self.unread = records.Sent(self.at.update, update, lr_N, mixing, measured, distances, self.held)
+            finished = self.watcher.submit(self._finished, measured)
+            self.unread = records.Sent(self.at.update, update, lr_N, mixing, measured, distances, self.held, finished)
             update = self._next_update()
             if not self.at.evaluated:
                 self._evaluate_epoch()
@@ -159,13 +164,18 @@ class _Loop:
             self.progress.note(f"pass {self.loader.passes} over the data begins, with new permutations")
         return records.Update(position, size, self.built.place(rows))
 
+    def _finished(self, measured: steps.Metrics) -> float:
+        """When an update is computed. In a thread: the dispatch of the next one can block until it nearly is, too."""
+        jax.block_until_ready(measured)
+        return self.meter.clock()
+
     def _read(self) -> None:
         """Logs the dispatched update that has not been read yet, if any; waits until it is computed."""
         if self.unread is None:
             return
         sent, self.unread = self.unread, None
         number, found = sent.number, jax.tree.map(np.asarray, sent.metrics)
-        self.meter.step(self._targets(sent.update.size))
+        self.meter.step(self._targets(sent.update.size), sent.finished.result())
         line = records.update_line(self.built, sent, found, self.meter.rates(), self.ledger)
         blame = records.blame(sent, found, self.loader)
         self._write(line)

@@ -278,6 +278,15 @@ def test_a_step_that_ends_in_a_pause_does_not_count_the_pause():
     assert meter.rates()["targets_per_s"] == 5.0
 
 
+def test_an_update_that_is_read_late():
+    clock = Clock()
+    meter = Meter(1000, clock=clock)
+    for finished_s in (1005.0, 1007.0, 1009.0):
+        clock.now = finished_s + 1.9
+        meter.step(10, finished_s)
+    assert meter.rates()["targets_per_s"] == 5.0 and meter.rates()["eta_s"] == (1000 - 30) * 4 / 20
+
+
 def test_a_slow_update_lowers_the_rate():
     clock = Clock()
     meter = Meter(1000, clock=clock)

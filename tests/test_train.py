@@ -179,6 +179,21 @@ def test_every_sequence_of_the_stream_is_trained_once_in_order(cache, scenario, 
         assert batch.shape == (16, 17) and not batch[size:].any() and (weights[:size] == 1).all()
 
 
+def test_an_update_is_finished_when_the_device_says_so(tmp_path):
+    """Dispatching a large update blocks until most of it is computed, so the host reads the one before it too late."""
+    config = tiny(training__epoch_targets_per_parameter=100.0, log__every_updates=1)
+
+    def step(*given):
+        time.sleep(0.2)
+        return harness.KEPT(config).step(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build", lambda config: harness.KEPT(config)._replace(step=step))
+        result = train.run(config, tmp_path / "run")
+    rates = [line["targets_per_s"] for line in harness.lines(tmp_path / "run", "train")]
+    assert rates[-1] == result["targets_per_s"] and max(rates[1:]) < 2 * 256 / 0.2
+
+
 def test_the_start_says_what_will_happen(tmp_path, cache, capsys):
     harness.run(tiny(data__source="cache", data__path=str(cache)), tmp_path / "run")
     text = capsys.readouterr().out
