@@ -30,7 +30,7 @@ from llama_jax import config as configs
 from llama_jax.errors import ConfigError, run_command
 
 CASES = "20m/128,20m/32,50m/32,90m/32"
-HEADS = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}  # --ce of the peer: the package that it needs
+HEADS = {"liger": "liger-kernel", "cce": "cut-cross-entropy"}  # --ce of the peer: the package that it needs
 LADDER: dict[str, dict[str, str]] = {
     "XLA attention, plain head": {"attention": "xla", "head": "plain", "kernels": "xla"},
     "cuDNN attention": {"attention": "cudnn", "head": "plain", "kernels": "xla"},
@@ -115,18 +115,22 @@ def run_case(bench: Bench, size: str, rows: int) -> None:
         if rates[best]:
             peer_run(best, 2)
     for ce, package in HEADS.items():
-        if not has_package(bench.options.peer_python, package):
-            bench.record.put(f"{case} peer {ce} 1", {"error": f"{package} is not installed"})
-        elif peer_run("default", 1, ce).get("error") == children.NO_TIME:
-            bench.record.put(f"{case} peer {ce} 1", {"error": children.NO_TIME})
+        key = f"{case} peer {ce} 1"
+        if bench.record.has(key):
+            continue
+        version = package_version(bench.options.peer_python, package)
+        found = peer_run("default", 1, ce) if version else {"error": f"{package} is not installed"}
+        bench.record.put(key, {**found, "package": f"{package} {version}"} if version else found)
     cases[case] = summary(bench.record.measured, case, best, modes[0])
     bench.record.note("cases", cases)
     print(table(cases), flush=True)
 
 
-def has_package(python: str, package: str) -> bool:
-    script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return children.run([python, "-c", script], children.Clock(1), quiet=True).error is None
+def package_version(python: str, package: str) -> str | None:
+    """The installed version of a distribution under another Python, None where there is none."""
+    script = f"import importlib.metadata, json; print(json.dumps({{'is': importlib.metadata.version({package!r})}}))"
+    lines = children.run([python, "-c", script], children.Clock(1), quiet=True).lines
+    return lines[-1]["is"] if lines else None
 
 
 def summary(measured: dict[str, Any], case: str, mode: str, first_mode: str) -> dict[str, Any]:

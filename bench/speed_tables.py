@@ -60,7 +60,11 @@ def peer(record: Record) -> str:
             ]
         )
     names = ["case", "targets/s", "PyTorch", "ratio", "noise", "memory", "PyTorch", "compiling", "PyTorch"]
-    return f"{head(record)}\n\n" + markdown([*names, "its mode", "liger / cce"], rows)
+    packages = sorted(
+        {run["package"] for run in record["measured"].values() if "package" in run and "error" not in run}
+    )
+    others = f" Other heads of PyTorch's: {', '.join(packages)}." if packages else ""
+    return f"{head(record)}{others}\n\n" + markdown([*names, "its mode", "liger / cce"], rows)
 
 
 def packed_rows(record: Record) -> str:

@@ -124,12 +124,12 @@ def test_cases_alternate_and_give_the_ratio(inline, cache, stub, tmp_path, capsy
     assert measured["20m/4 peer default 1"]["ids"] == int(expected.reshape(-1)[: 8 * 4 * 17].sum()) and len(ids) == 1
     # Again: the finished case is kept but for a head that it lacks, the other one starts anew.
     count = len(inline)
-    monkeypatch.setattr(peer, "has_package", lambda python, package: package == "cce_package")
-    monkeypatch.setitem(peer.HEADS, "cce", "cce_package")
+    monkeypatch.setitem(peer.HEADS, "cce", "numpy")  # some package that is there
     peer.main([*words, "--packed="])
     again = read(out)
     assert len(inline) == count + 2 and again["measured"]["20m/4 ours 1"] == measured["20m/4 ours 1"]
     assert again["cases"]["20m/4"] == {**case, "other_heads": {"liger": None, "cce": 4000}}
+    assert f" Other heads of PyTorch's: numpy {np.__version__}.\n" in SPEED["peer"].make(again)
 
 
 WORDS_SET = [word.removeprefix("--set=") for word in WORDS]
