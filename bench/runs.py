@@ -4,6 +4,8 @@ python bench/runs.py mini --data=data/mini --out=bench/results/mini_20m_h200.jso
     mini_20m twice with the same data order: once without a break, once stopped by SIGTERM on the way and continued.
 python bench/runs.py c4 --data=data/c4 --out=bench/results/c4_start_h200.json
     c4_20m, c4_50m, c4_90m: three updates, stopped and continued in between, evaluated, saved, verified.
+python bench/runs.py sft --data=data/sft_rows --out=bench/results/sft_1b_h200.json
+    sft_8k: four updates of 128 rows of 8,192 tokens on a 1B-class model, with recomputed layers and without.
 """
 
 import argparse
@@ -115,16 +117,34 @@ def c4(data: str, work: Path) -> dict[str, Any]:
     return record
 
 
+SFT = {"recomputed layers": True, "nothing recomputed": False}  # model.remat
+
+
+def sft(data: str, work: Path) -> dict[str, Any]:
+    """Four updates of sft_8k."""
+    record: dict[str, Any] = {}
+    for number, (name, remat) in enumerate(SFT.items()):
+        folder = work / str(number)
+        short = ["--config.training.total_updates=4", "--config.training.checkpoint_policy=none"]
+        expect(train("sft_8k", folder, data, [*short, f"--config.model.remat={remat}"]) == 0, f"{name} must exit 0")
+        found = summary(folder)
+        losses = [x[1] for x in found["curve"]]
+        expect(len(losses) == 4 and losses[-1] < losses[0], f"{name}: four updates, and the loss falls")
+        record[name] = found
+        record["environment"] = environment(folder)
+    return record
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("mini", "c4"))
-    parser.add_argument("--data", required=True, help="token cache")
+    parser.add_argument("what", choices=("mini", "c4", "sft"))
+    parser.add_argument("--data", required=True, help="token cache, or rows")
     parser.add_argument("--out", required=True, help="JSON file of the record")
     parser.add_argument("--commit", help="git commit of the code, where the copy that runs has no .git")
     options = parser.parse_args(arguments)
     work, start = Path(tempfile.mkdtemp(prefix="llama_jax_runs_")), time.monotonic()
     try:
-        record = {"mini": mini, "c4": c4}[options.what](options.data, work)
+        record = {"mini": mini, "c4": c4, "sft": sft}[options.what](options.data, work)
     finally:
         shutil.rmtree(work)
     out = f"--out=bench/results/{Path(options.out).name}"  # where a record belongs, not where this machine put it
@@ -133,9 +153,10 @@ def main(arguments: Sequence[str]) -> None:
     write_json_atomic(options.out, record)
     for name, found in record.items():
         if isinstance(found, dict) and "curve" in found:
+            loss = found["validation_loss"]
+            validation = "" if loss is None else f"validation {loss:.4f} nats, "
             print(
-                f"{name}: {found['targets']:,} targets, last loss {found['curve'][-1][1]:.4f}, validation "
-                f"{found['validation_loss']:.4f} nats {found['bits_per_byte']:.4f} bits/byte, "
+                f"{name}: {found['targets']:,} targets, last loss {found['curve'][-1][1]:.4f}, {validation}"
                 f"{found['targets_per_s'] or 0:,.0f} targets/s, MFU {found['mfu'] or 0:.1%}, "
                 f"{(found['peak_memory_bytes'] or 0) / 2**30:.1f} GiB"
             )

@@ -78,6 +78,30 @@ def c4_start() -> str:
     )
 
 
+def sft_1b() -> str:
+    """Fine-tuning updates of a 1B-class model on one device."""
+    record = read_json(RESULTS / "sft_1b_h200.json")
+    rows = [
+        [
+            name,
+            f"{found['unique_params']:,}",
+            f"{found['curve'][0][1]:.4f}",
+            f"{found['curve'][-1][1]:.4f}",
+            f"{found['targets_per_s']:,.0f}",
+            f"{found['mfu']:.1%}",
+            f"{found['peak_memory_bytes'] / 2**30:.1f} GiB",
+        ]
+        for name, found in record.items()
+        if isinstance(found, dict) and "curve" in found
+    ]
+    device, versions = record["environment"]["device"], record["environment"]["versions"]
+    return (
+        f"Four updates of `configs/sft_8k.py` from random weights on one {device['kind']}, JAX {versions['jax']}; "
+        f"`{record['command']}`.\n\n"
+        + markdown(["layers", "parameters", "loss of update 1", "update 4", "targets/s", "MFU", "peak memory"], rows)
+    )
+
+
 def topologies() -> str:
     """Ordinary training and packed workers over several topologies on one device."""
     record = read_json(RESULTS / "topologies_h200.json")
@@ -108,6 +132,8 @@ def recorded(name: str) -> bool:
     """Whether there is a record for a table, with its part of it."""
     if name == "recipes":
         return any(RECIPES.glob("*.json"))
+    if name not in SPEED:
+        return (RESULTS / f"{name}_h200.json").exists()
     path = RESULTS / SPEED[name].file
     return path.exists() and bool(read_json(path).get(SPEED[name].part))
 
@@ -205,6 +231,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "slurm": slurm,
     "sensitivity": sensitivity,
     "recipes": recipes,
+    "sft_1b": sft_1b,
 }
 TABLES |= {name: functools.partial(speed, name) for name in SPEED}
 
