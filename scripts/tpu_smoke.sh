@@ -45,6 +45,7 @@ for argument in "$@"; do
   esac
 done
 
+[[ "$updates" =~ ^([2-9]|[1-9][0-9]+)$ ]] || code=2 fail "--updates=$updates: 2 or more, so that a loss can fall"
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 [[ ! -e "$out" ]] || code=2 fail "$out is there already: remove it, or name another folder with --out"
 python="${VENV:-.venv}/bin/python"

@@ -42,6 +42,8 @@ def test_all_of_it_on_the_cpu(smoke, tmp_path):
     assert error.count("error: ") == 1 and "error: SIGUSR1 received: saved at update " in error
     assert harness.outcome(out / "broken") == harness.outcome(out / "unbroken")
     assert len(json.loads((out / "broken/environment.json").read_text())["starts"]) == 2
+    one = smoke("--device=cpu", "--updates=1")
+    assert one == (2, "", "error: --updates=1: 2 or more, so that a loss can fall\n")
     again = smoke("--device=cpu", f"--out={out}")
     assert again == (2, "", f"error: {out} is there already: remove it, or name another folder with --out\n")
 
