@@ -19,7 +19,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from scripts.sweep_runs import Job
 
 PROGRAM = "llama_jax sweep"
 RECORD = "sweep.json"
+SHOWN = 8  # settings that a refusal names
 OWN = (".log", f".sweep{TMP_SUFFIX}")  # endings of files that may be there before the record
 TRAIN = (sys.executable, "-m", "llama_jax.main")
 
@@ -104,31 +105,47 @@ def _data(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: {error}; remove the folder, then it is done again") from None
 
 
-def check_folder(sweep: Sweep, out: Path) -> None:
-    """Makes `out`, or finds that it belongs to this sweep and that every run in it has the config that it should have.
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Where two JSON values differ, a line each."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in {**old, **new}}
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = dict(enumerate(zip(old, new, strict=True)))
+    else:
+        if old != new:
+            yield f"{path.removesuffix('.')}: {old!s:.60} -> {new!s:.60}"
+        return
+    for key, (before, now) in pairs.items():
+        yield from differences(before, now, f"{path}{key}.")
+
+
+def check_folder(sweep: Sweep, out: Path, make: bool = True) -> None:
+    """Makes `out`, or finds that it belongs to this sweep; without `make` only the latter, of a folder that is there.
 
     ConfigError for other settings, CheckpointError for a foreign or unwritable folder.
     """
     path, now = out / RECORD, sweep.record()
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if make:
+            out.mkdir(parents=True, exist_ok=True)
         if path.exists():
             old = read_json(path)
             if not isinstance(old, dict) or old.get("program") != PROGRAM:
                 raise ValueError("it is no record of a sweep")
-            before = old["sweep"]
-            changed = [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
+            changed = list(differences(old["sweep"], json.loads(json.dumps(now))))
             if changed:
-                lines = "".join(f"\n  {line}" for line in changed)
+                lines = "".join(f"\n  {line}" for line in changed[:SHOWN])
+                lines += f"\n  and {len(changed) - SHOWN} more" * (len(changed) > SHOWN)
                 raise ConfigError(f"{out} holds a sweep of other settings; restore them or choose another --out{lines}")
-        else:
+        elif make or out.exists():
             # The tasks of an array begin together: another may write the same record, or have just written it.
             ours = {".lock", RECORD, *(stage.name for stage in sweep.stages)}
             foreign = [name for name in sorted(os.listdir(out)) if name not in ours and not name.endswith(OWN)]
             if foreign:
                 raise ValueError(f"it holds {foreign[0]} and no {RECORD}")
-            temporary = out / f"{socket.gethostname()}-{os.getpid()}.sweep{TMP_SUFFIX}"
-            write_atomic(path, json.dumps({"program": PROGRAM, "sweep": now}, indent=2).encode(), temporary)
+            if make:
+                temporary = out / f"{socket.gethostname()}-{os.getpid()}.sweep{TMP_SUFFIX}"
+                write_atomic(path, json.dumps({"program": PROGRAM, "sweep": now}, indent=2).encode(), temporary)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{out}: {error}; choose another --out") from None
 
@@ -251,6 +268,7 @@ def main(arguments: Sequence[str]) -> int:
         sweep = read_sweep(options, file, overrides)
         sweep_plan.check(sweep)
         if options.tasks:
+            check_folder(sweep, options.out, make=False)
             for stage, part in enumerate(sweep.stages):
                 print(sweep.count(stage), part.name)
             return

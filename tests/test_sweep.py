@@ -254,7 +254,8 @@ def test_other_settings_and_other_runs_are_refused(fake, tmp_path):
     out = tmp_path / "out"
     fake(*GRID, f"--out={out}")
     _, error, _ = fake("--config=configs/smoke.py", "--grid=optimizer.lr=0.003", f"--out={out}", code=2)
-    assert "holds a sweep of other settings" in error and "stages: " in error
+    assert "holds a sweep of other settings" in error and "\n  stages.0.grid.optimizer.lr: [" in error
+    assert fake(*GRID, "--config.optimizer.eps=1e-6", f"--out={out}", "--tasks", code=2)[1].count("\n") == 2
     fake(*GRID, f"--out={out}", "--config.log.every_updates=7")  # an execution field may change
     _, error, _ = fake(*GRID, f"--out={out}", "--config.optimizer.eps=1e-6", code=2)
     assert "1e-06" in error
@@ -269,6 +270,9 @@ def test_other_settings_and_other_runs_are_refused(fake, tmp_path):
     (tmp_path / "foreign" / "thesis.tex").touch()
     _, error, _ = fake(*GRID, f"--out={tmp_path / 'foreign'}", code=4)
     assert "holds thesis.tex and no sweep.json" in error
+    assert fake(*GRID, f"--out={tmp_path / 'foreign'}", "--tasks", code=4)[1] == error
+    fake(*GRID, f"--out={tmp_path / 'new'}", "--tasks")
+    assert not (tmp_path / "new").exists()
 
 
 def test_tasks_that_begin_together_make_one_record(tmp_path, monkeypatch):
