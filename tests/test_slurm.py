@@ -350,12 +350,20 @@ def test_settings_come_from_the_site_and_from_flags(cluster, submit, tmp_path):
         ("memory_fraction=0.0", "memory_fraction = 0.0 is no number"),
         ("sbatch_options=", "sbatch_options: '' is no option"),
         ("sbatch_options='qos=normal'", "sbatch_options: 'qos=normal' is no option"),
+        ("train_sbatch_options=(qos=normal)", "sbatch_options: 'qos=normal' is no option"),
+        ("signal_minutes=9999999999999999999", "signal_minutes = 9999999999999999999 is no number from 1 to 99999"),
+        ("setup=--cuda14", "setup = --cuda14: --cuda13, --cuda12 or --cpu"),
+        ("declare gpus=2", "SITE: declare would not last; a setting is NAME=VALUE"),
+        ("export folder=/scratch", "SITE: export folder: small letters are for settings"),
+        ("false", "SITE: a command in it failed, or ends the shell"),
+        ("exit 0", "SITE: a command in it failed, or ends the shell"),
     ],
 )
 def test_mistakes_in_the_site_file_are_refused(line, message, cluster, submit, tmp_path):
-    (tmp_path / "site.conf").write_text(f"{line}\n")
-    result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=tmp_path / "site.conf", code=2)
-    assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+    site = tmp_path / "site.conf"
+    site.write_text(f"{line}\n")
+    result = submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=site, code=2)
+    assert result.stderr.startswith(f"error: {message.replace('SITE', str(site))}") and result.stderr.count("\n") == 1
     assert cluster.jobs() == []
 
 
@@ -369,6 +377,22 @@ def test_a_misspelt_setting_is_refused(name, cluster, submit, tmp_path):
     site.write_text(site.read_text().replace(f"{name}=x", ""))
     submit("train", f"--workdir={tmp_path / 'run'}", LLAMA_JAX_SITE=site)
     assert len(cluster.jobs()) == 1
+
+
+def test_what_a_site_file_may_hold(cluster, submit, tmp_path):
+    """Options for one command, a proxy, a false test at its end; nothing from the environment passes for a setting."""
+    site = tmp_path / "site.conf"
+    site.write_text(
+        "sbatch_options=(--qos=a)\ntrain_sbatch_options=(--qos=b '--comment=c d')\nprepare_sbatch_options=()\n"
+        "export https_proxy=http://proxy\n[[ -d /nowhere ]] && gpus=2"
+    )
+    outer = {"given_time": 1, "train_gpus": 8, "after": 5, "LLAMA_JAX_SITE": site}
+    submit("train", f"--workdir={tmp_path / 'run'}", **outer)
+    submit("bench", "throughput", **outer)
+    submit("prepare", f"--out={tmp_path / 'cache'}", **outer)
+    first, second, third = (job["options"] for job in cluster.jobs())
+    assert (first["qos"], first["comment"], first["gres"], first["time"]) == ("b", "c d", "gpu:1", "04:00:00")
+    assert (second["qos"], third.get("qos")) == ("a", None) and "dependency" not in first
 
 
 def test_line_ends_of_windows_are_refused(cluster, submit, tmp_path):
@@ -456,6 +480,16 @@ REFUSED = [
     (["--sbatch=qos=long", "train", "--workdir=w"], "unknown option: --sbatch=qos=long"),
     (["--gpus=x", "train", "--workdir=w"], "gpus = x is no number"),
     (["--signal-minutes=0", "train", "--workdir=w"], "signal_minutes = 0"),
+    (["--account", "proj1", "train", "--workdir=w"], "unknown option: --account; values stand behind ="),
+    (["--after=", "train", "--workdir=w"], "unknown option: --after="),
+    (["--after=x", "train", "--workdir=w"], "--after=x: the number of a job is needed"),
+    (["train", "--workdir=w", "--dry-run"], "--dry-run is an option of the job: it stands before train"),
+    (["train", "--workdir=w", "--time=10"], "--time is an option of the job: it stands before train"),
+    (["train", "--workdir=~/w"], "~/w: the shell leaves ~ as it is behind =; write $HOME"),
+    (["train", "--help"], "--help needs no job: python -m llama_jax.main --help"),
+    (["evaluate", "--run=nowhere"], "--run=nowhere is no folder"),
+    (["sweep", "--out=w", "--task=1"], "--task=1: the jobs of a sweep have their own"),
+    (["sweep", "--out=w", "--table"], "--table: the jobs of a sweep have their own"),
 ]
 
 
@@ -618,3 +652,13 @@ def test_a_sweep_is_an_array_a_stage(cluster, submit, tmp_path):
 def test_a_bad_sweep_is_not_submitted(cluster, submit, tmp_path):
     ended = submit("sweep", "--config=configs/smoke.py", "--grid=optimizer.lr=-1", f"--out={tmp_path / 'out'}", code=2)
     assert ended.stderr.startswith("error: optimizer.lr = -1.0 is not a number") and cluster.jobs() == []
+
+
+def test_what_was_queued_before_a_refusal_is_named(cluster, submit, tmp_path):
+    """The two tasks of the slices are all that the user may have; their merge is refused."""
+    (cluster.folder / "most").write_text("2")
+    out = f"--out={tmp_path / 'cache'}"
+    ended = submit("--slices=2", "prepare", out, code=2)
+    assert ended.stderr.splitlines()[-1] == (
+        "error: sbatch refused it; jobs before it are queued, take them back with: scancel 100"
+    )

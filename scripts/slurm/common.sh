@@ -10,31 +10,45 @@ fail() {
 
 say() { printf 'slurm: %s\n' "$*"; }
 
-# The settings: those of the example file, then the site's own, none of which may be misspelt.
+own_commands="train|prepare|sweep|bench|evaluate|export|generate|verify|describe|report" # that settings can be for
+
+# The names of the settings, with | between.
+known_settings() { sed -nE 's/^([a-z_]+)=.*/\1/p' scripts/slurm/site.conf.example | paste -sd '|'; }
+
+# The settings: those of the example file, then the site's own, none of which may be misspelt. None comes from outside.
 # shellcheck source=/dev/null
 load_settings() {
   [[ -f scripts/slurm/site.conf.example ]] || fail "$PWD is not the checkout of llama_jax: start there"
+  local name known file="${LLAMA_JAX_SITE:-scripts/slurm/site.conf}"
+  known="$(known_settings)"
+  while IFS= read -r name; do
+    [[ ! "$name" =~ ^($own_commands|given)_($known)$ ]] || unset "$name"
+  done < <(compgen -A export)
   source scripts/slurm/site.conf.example
-  local file="${LLAMA_JAX_SITE:-scripts/slurm/site.conf}"
   if [[ -f "$file" ]]; then
-    check_names "$file"
-    source "$file"
+    check_names "$file" "$known"
+    # shellcheck disable=SC2064 # the name of the file as it is now
+    trap "printf 'error: %s: a command in it failed, or ends the shell\n' ${file@Q} >&2; exit 2" EXIT
+    source <(cat -- "$file" && printf '\n:\n') # with `:` at its end, since a test that is false may stand there
+    trap - EXIT
   elif [[ -n "${LLAMA_JAX_SITE:-}" ]]; then
     fail "LLAMA_JAX_SITE=$file does not exist"
   fi
 }
 
-# Refuses a file that sets what is no setting, with or without a command in front. Variables of its own it can export.
+# check_names FILE KNOWN: refuses a file that sets what is no setting, with or without a command in front. Variables of
+# its own it can export.
 check_names() {
-  local known="" name line commands="train|prepare|sweep|bench|evaluate|export|generate|verify|describe|report"
-  while IFS= read -r line; do
-    [[ ! "$line" =~ ^([a-z_]+)= ]] || known+="${known:+|}${BASH_REMATCH[1]}"
-  done <scripts/slurm/site.conf.example
+  local name line
   while IFS= read -r line || [[ -n "$line" ]]; do
     [[ "$line" != *$'\r' ]] || fail "$1 has the line ends of Windows; take them out: sed -i 's/\\r$//' FILE"
+    [[ ! "$line" =~ ^[[:space:]]*(declare|typeset|local)[[:space:]] ]] ||
+      fail "$1: ${BASH_REMATCH[1]} would not last; a setting is NAME=VALUE, a variable of your own export NAME=VALUE"
+    [[ ! "$line" =~ ^[[:space:]]*export[[:space:]]+([a-z_][a-z_0-9]*)= || "${BASH_REMATCH[1]}" == *_proxy ]] ||
+      fail "$1: export ${BASH_REMATCH[1]}: small letters are for settings, which need no export; write your own in capitals"
     [[ "$line" =~ ^[[:space:]]*([A-Za-z_][A-Za-z_0-9]*)\+?= ]] || continue
     name="${BASH_REMATCH[1]}"
-    [[ "$name" =~ ^(($commands)_)?($known)$ ]] ||
+    [[ "$name" =~ ^(($own_commands)_)?($2)$ ]] ||
       fail "$1: $name is no setting (see scripts/slurm/site.conf.example; a variable of your own needs export before it)"
   done <"$1"
 }
@@ -93,6 +107,7 @@ log_folder() {
       ;;
   esac
   [[ "$out" != *\\* ]] || fail "$out: sbatch can't write a log to a path with a backslash"
+  [[ "$out" != "~"* ]] || fail "$out: the shell leaves ~ as it is behind =; write \$HOME"
   without_slashes "$out"
 }
 

@@ -45,7 +45,8 @@ minutes_of() {
   fi
 }
 
-slices="" at_once="" after="" dry=0 extra=()
+[[ "${1:-}" == -h || "${1:-}" == --help ]] || load_settings # before there are names that it could change
+slices="" at_once="" after="" dry=0 extra=() queued=()
 while (($#)); do
   case "$1" in
     -h | --help)
@@ -56,14 +57,14 @@ while (($#)); do
       name="${1%%=*}" name="${name#--}"
       declare "given_${name//-/_}=${1#*=}"
       ;;
-    --slices=*) slices="${1#*=}" ;;
-    --at-once=*) at_once="${1#*=}" ;;
-    --after=*) after="${1#*=}" ;;
+    --slices=?*) slices="${1#*=}" ;;
+    --at-once=?*) at_once="${1#*=}" ;;
+    --after=?*) after="${1#*=}" ;;
     --sbatch=-?*) extra+=("${1#*=}") ;;
     --dry-run) dry=1 ;;
     -*)
       usage >&2
-      fail "unknown option: $1"
+      fail "unknown option: $1; values stand behind =, as in --time=01:00:00"
       ;;
     *) break ;;
   esac
@@ -75,13 +76,34 @@ done
 }
 command="$1"
 shift
-load_settings
+case "$(setting setup)" in
+  --cuda13 | --cuda12 | --cpu) ;;
+  *) fail "setup = $(setting setup): --cuda13, --cuda12 or --cpu" ;;
+esac
 if [[ "$command" == setup ]]; then
   find_python
   say "the environment is ready: $python"
   exit 0
 fi
 find_words "$@"
+for word in "$@"; do
+  case "$word" in
+    -h | --help) fail "$word needs no job: python ${words[*]} $word" ;;
+    --account | --partition | --time | --memory | --gpus | --gpu-type | --cpus | --signal-minutes | --slices | --at-once | \
+      --after | --sbatch | --dry-run) fail "$word is an option of the job: it stands before $command" ;;
+    --account=* | --partition=* | --time=* | --memory=* | --gpus=* | --gpu-type=* | --cpus=* | --signal-minutes=* | \
+      --slices=* | --at-once=* | --after=* | --sbatch=*) fail "${word%%=*} is an option of the job: it stands before $command" ;;
+  esac
+done
+if [[ "$command" == sweep ]]; then
+  for word in "$@"; do
+    case "${word%%=*}" in
+      --stage | --task | --tasks | --table | --where | --devices) fail "$word: the jobs of a sweep have their own" ;;
+    esac
+  done
+fi
+run="$(option run "$@")" # it may be what --after waits for
+[[ -z "$run" || -n "$after" || -d "$run" ]] || fail "--run=$run is no folder"
 for name in slices at_once; do
   [[ "${!name:-1}" =~ ^[1-9][0-9]{0,4}$ ]] || fail "--${name//_/-}=${!name}: a number from 1 is needed"
 done
@@ -89,12 +111,17 @@ for name in gpus stalls; do
   [[ "$(setting "$name")" =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name = $(setting "$name") is no number"
 done
 minutes="$(setting signal_minutes)"
-[[ "$minutes" =~ ^[1-9][0-9]*$ ]] || fail "signal_minutes = $minutes is no number from 1"
+[[ "$minutes" =~ ^[1-9][0-9]{0,4}$ ]] || fail "signal_minutes = $minutes is no number from 1 to 99999"
+[[ -z "$after" || "$after" =~ ^[0-9][0-9_]*$ ]] || fail "--after=$after: the number of a job is needed"
 limit="$(minutes_of "$(setting time)")"
 [[ -z "$limit" ]] || ((limit == 0 || limit > minutes)) || # 0: none
   fail "time = $(setting time) is no longer than signal_minutes = $minutes: the job would be asked to save at its start"
 share="$(setting memory_fraction)"
 [[ "$share" =~ ^(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)$ ]] || fail "memory_fraction = $share is no number above 0, up to 1"
+if declare -p "${command}_sbatch_options" >/dev/null 2>&1; then # setting() hands on no arrays
+  declare -n own_options="${command}_sbatch_options"
+  sbatch_options=("${own_options[@]}")
+fi
 for word in "${sbatch_options[@]}"; do # an empty word would stand for the script
   [[ "$word" == -* ]] || fail "sbatch_options: '$word' is no option; write sbatch_options=(--qos=normal --exclude=node17)"
 done
@@ -165,8 +192,10 @@ submit() {
     return
   fi
   mkdir -p -- "$logs"
-  job="$("${words[@]}" "$@")" || fail "sbatch refused it"
+  job="$("${words[@]}" "$@")" ||
+    fail "sbatch refused it${queued[*]:+; jobs before it are queued, take them back with: scancel ${queued[*]}}"
   job="${job%%;*}" # with several clusters the name of one follows
+  queued+=("$job")
   say "job $job: $what; console in $logs/slurm-$job${array:+_*}.log"
 }
 

@@ -213,6 +213,9 @@ def sbatch():
     script = Path(rest[0])
     if not script.is_file():
         raise Refused(f"Unable to open file {script}")
+    most = here().folder / "most"  # jobs that a user may have
+    if most.exists() and len(here().jobs()) >= int(most.read_text()):
+        raise Refused("Batch job submission failed: Job violates accounting/QOS policy")
     lines = re.findall(r"^#SBATCH +(\S+)", script.read_text(), re.MULTILINE)
     written, more = split(lines)
     assert not more, f"what is this in {script}: {more}"
