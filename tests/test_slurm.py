@@ -355,6 +355,9 @@ def test_settings_come_from_the_site_and_from_flags(cluster, submit, tmp_path):
         ("setup=--cuda14", "setup = --cuda14: --cuda13, --cuda12 or --cpu"),
         ("declare gpus=2", "SITE: declare would not last; a setting is NAME=VALUE"),
         ("export folder=/scratch", "SITE: export folder: small letters are for settings"),
+        ("[[ -d / ]] && gpsu=2", "SITE: gpsu is no setting"),
+        ("if true; then declare gpus=2; fi", "SITE: declare would not last"),
+        ("case x in x) gpus=2; tiem=5 ;; esac", "SITE: tiem is no setting"),
         ("false", "SITE: a command in it failed, or ends the shell"),
         ("exit 0", "SITE: a command in it failed, or ends the shell"),
     ],
@@ -384,7 +387,8 @@ def test_what_a_site_file_may_hold(cluster, submit, tmp_path):
     site = tmp_path / "site.conf"
     site.write_text(
         "sbatch_options=(--qos=a)\ntrain_sbatch_options=(--qos=b '--comment=c d')\nprepare_sbatch_options=()\n"
-        "export https_proxy=http://proxy\n[[ -d /nowhere ]] && gpus=2"
+        "export https_proxy=http://proxy # behind it; no=setting\n"
+        "case a in a) bench_gpus=3 ;; esac; [[ -d /nowhere ]] && gpus=2"
     )
     outer = {"given_time": 1, "train_gpus": 8, "after": 5, "LLAMA_JAX_SITE": site}
     submit("train", f"--workdir={tmp_path / 'run'}", **outer)
@@ -393,6 +397,7 @@ def test_what_a_site_file_may_hold(cluster, submit, tmp_path):
     first, second, third = (job["options"] for job in cluster.jobs())
     assert (first["qos"], first["comment"], first["gres"], first["time"]) == ("b", "c d", "gpu:1", "04:00:00")
     assert (second["qos"], third.get("qos")) == ("a", None) and "dependency" not in first
+    assert second["gres"] == "gpu:3"
 
 
 def test_line_ends_of_windows_are_refused(cluster, submit, tmp_path):

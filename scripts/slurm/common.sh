@@ -37,7 +37,7 @@ load_settings() {
 }
 
 # check_names FILE KNOWN: refuses a file that sets what is no setting, with or without a command in front. Variables of
-# its own it can export.
+# its own it can export. What stands behind ; && || then else do { or ) counts as a line of its own, a comment not.
 check_names() {
   local name line
   while IFS= read -r line || [[ -n "$line" ]]; do
@@ -50,7 +50,7 @@ check_names() {
     name="${BASH_REMATCH[1]}"
     [[ "$name" =~ ^(($own_commands)_)?($2)$ ]] ||
       fail "$1: $name is no setting (see scripts/slurm/site.conf.example; a variable of your own needs export before it)"
-  done <"$1"
+  done < <(sed -E 's/(^|[[:space:]])#.*//; s/([;{)]|&&|\|\||\<(then|else|do))[[:space:]]+/\n/g' <"$1")
 }
 
 # setting NAME: given on the command line, for this command in the file, or for all.
