@@ -108,14 +108,15 @@ for name in slices at_once; do
   [[ "${!name:-1}" =~ ^[1-9][0-9]{0,4}$ ]] || fail "--${name//_/-}=${!name}: a number from 1 is needed"
 done
 for name in gpus stalls; do
-  [[ "$(setting "$name")" =~ ^(0|[1-9][0-9]*)$ ]] || fail "$name = $(setting "$name") is no number"
+  [[ "$(setting "$name")" =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$name = $(setting "$name") is no number of up to 9 digits"
 done
 minutes="$(setting signal_minutes)"
-[[ "$minutes" =~ ^[1-9][0-9]{0,4}$ ]] || fail "signal_minutes = $minutes is no number from 1 to 99999"
+[[ "$minutes" =~ ^[1-9][0-9]{0,4}$ ]] || fail "signal_minutes = $minutes is no number from 1 to 1092"
 [[ -z "$after" || "$after" =~ ^[0-9][0-9_]*$ ]] || fail "--after=$after: the number of a job is needed"
 limit="$(minutes_of "$(setting time)")"
 [[ -z "$limit" ]] || ((limit == 0 || limit > minutes)) || # 0: none
   fail "time = $(setting time) is no longer than signal_minutes = $minutes: the job would be asked to save at its start"
+((minutes <= 1092)) || fail "signal_minutes = $minutes: 1092 is the most, since sbatch --signal takes up to 65535 seconds"
 share="$(setting memory_fraction)"
 [[ "$share" =~ ^(0?\.[0-9]*[1-9][0-9]*|1(\.0*)?)$ ]] || fail "memory_fraction = $share is no number above 0, up to 1"
 if declare -p "${command}_sbatch_options" >/dev/null 2>&1; then # setting() hands on no arrays
