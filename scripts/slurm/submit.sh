@@ -81,18 +81,19 @@ case "$(setting setup)" in
   *) fail "setup = $(setting setup): --cuda13, --cuda12 or --cpu" ;;
 esac
 if [[ "$command" == setup ]]; then
+  (($# == 0)) || fail "setup takes no arguments, not $1; site.conf chooses the device, with setup=--cuda13 or another"
+  [[ "$dry" == 0 ]] || fail "--dry-run is for jobs, and setup is none: it begins at once"
   find_python
   say "the environment is ready: $python"
   exit 0
 fi
 find_words "$@"
 for word in "$@"; do
-  case "$word" in
+  name="${word%%=*}"
+  case "$name" in
     -h | --help) fail "$word needs no job: python ${words[*]} $word" ;;
     --account | --partition | --time | --memory | --gpus | --gpu-type | --cpus | --signal-minutes | --slices | --at-once | \
-      --after | --sbatch | --dry-run) fail "$word is an option of the job: it stands before $command" ;;
-    --account=* | --partition=* | --time=* | --memory=* | --gpus=* | --gpu-type=* | --cpus=* | --signal-minutes=* | \
-      --slices=* | --at-once=* | --after=* | --sbatch=*) fail "${word%%=*} is an option of the job: it stands before $command" ;;
+      --after | --sbatch | --dry-run) fail "$name is an option of the job: it stands before $command" ;;
   esac
 done
 if [[ "$command" == sweep ]]; then
