@@ -662,6 +662,8 @@ def test_a_sweep_is_an_array_a_stage(cluster, submit, tmp_path):
 def test_a_bad_sweep_is_not_submitted(cluster, submit, tmp_path):
     ended = submit("sweep", "--config=configs/smoke.py", "--grid=optimizer.lr=-1", f"--out={tmp_path / 'out'}", code=2)
     assert ended.stderr.startswith("error: optimizer.lr = -1.0 is not a number") and cluster.jobs() == []
+    ended = submit("sweep", "--config=configs/smoke.py", "--grid=optimizer.lr=0.01", f"--out={tmp_path}", code=4)
+    assert "holds cluster and no sweep.json" in ended.stderr and ended.stderr.count("\n") == 1 and cluster.jobs() == []
 
 
 def test_what_was_queued_before_a_refusal_is_named(cluster, submit, tmp_path):
