@@ -22,10 +22,10 @@ TEXT
 
 fail() {
   printf 'error: %s\n' "$*" >&2
-  exit "${code:-1}"
+  exit "$code"
 }
 
-device=tpu config=configs/smoke.py updates=60 out=runs/tpu_smoke
+code=1 device=tpu config=configs/smoke.py updates=60 out=runs/tpu_smoke
 fields=()
 for argument in "$@"; do
   case "$argument" in
