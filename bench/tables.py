@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.speed_tables import SPEED, markdown
+from bench.speed_tables import SPEED, gib, markdown
 from llama_jax.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def _run_row(name: str, run: dict[str, Any]) -> list[str]:
         f"{run['bits_per_byte']:.4f}",
         f"{run['targets_per_s'] / 1e6:.2f} M",
         f"{run['mfu']:.1%}",
-        f"{run['peak_memory_bytes'] / 2**30:.1f} GiB",
+        gib(run["peak_memory_bytes"]),
         f"{run['wall_s']:.0f} s",
     ]
 
@@ -67,7 +67,7 @@ def c4_start() -> str:
             f"{record[preset]['unique_params']:,}",
             f"{record[preset]['curve'][0][1]:.4f}",
             f"{record[preset]['curve'][-1][1]:.4f}",
-            f"{record[preset]['peak_memory_bytes'] / 2**30:.1f} GiB",
+            gib(record[preset]["peak_memory_bytes"]),
         ]
         for preset in ("c4_20m", "c4_50m", "c4_90m")
     ]
@@ -89,7 +89,7 @@ def sft_1b() -> str:
             f"{found['curve'][-1][1]:.4f}",
             f"{found['targets_per_s']:,.0f}",
             f"{found['mfu']:.1%}",
-            f"{found['peak_memory_bytes'] / 2**30:.1f} GiB",
+            gib(found["peak_memory_bytes"]),
         ]
         for name, found in record.items()
         if isinstance(found, dict) and "curve" in found
@@ -218,7 +218,7 @@ def _throughput_row(entry: dict[str, Any]) -> list[str]:
         f"{found['mfu']:.1%}" if found["mfu"] else "",
         f"{found['tflops_per_s']:.0f}",
         f"{roofline['fraction']:.1%}" if roofline else "",
-        f"{peak / 2**30:.1f} GiB" if peak else "",
+        gib(peak) if peak else "",
         "cached" if found["compile_cached"] else f"{found['compile_s']:.0f} s" if found["compile_s"] else "",
     ]
 

@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from llama_jax import integrity
 from llama_jax.errors import CheckpointError, warn
 from llama_jax.faults import fault_point
-from llama_jax.files import parse_json, write_json_atomic
+from llama_jax.files import json_differences, parse_json, write_json_atomic
 from llama_jax.integrity import FORMAT_VERSION, Damaged
 
 KINDS = ("recovery", "interval", "final")  # rising: a later save of the same update never lowers the kind
@@ -292,7 +292,7 @@ class Checkpoints:
         step = self._step(update)
         manifest = integrity.read_manifest(step)
         if self.fingerprint is not None:
-            lines = integrity.differences(manifest["fingerprint"], self.fingerprint)
+            lines = json_differences(manifest["fingerprint"], self.fingerprint)
             if lines:
                 raise CheckpointError(f"{step} is of another recipe, layout or version: {'; '.join(lines)}")
         integrity.check_templates(step, manifest["arrays"], templates, exact)

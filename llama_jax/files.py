@@ -80,6 +80,25 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def json_differences(old: Any, new: Any, name: str = "") -> list[str]:
+    """`name: old -> new` for each place where two JSON values differ (of a list, the first place); null: not there."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        prefix = f"{name}." if name else ""
+        return [line for key in keys for line in json_differences(old.get(key), new.get(key), f"{prefix}{key}")]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        lines = (json_differences(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(old, new, strict=True)))
+        return next((line for line in lines if line), [])
+    if type(old) is type(new) and old == new:
+        return []
+    return [f"{name}: {_short(old)} -> {_short(new)}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:60] + "..." + text[-17:]
+
+
 def sha256_of_file(path: PathLike, sync: bool = False) -> str:
     """SHA-256 of a file's bytes as hex; with `sync` the file is flushed to the disk first."""
     with open(path, "rb") as file:

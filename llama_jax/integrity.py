@@ -114,25 +114,6 @@ def verify_files(step: Path, manifest: Mapping[str, Any]) -> None:
             raise Damaged(f"{path}: SHA-256 {digest[:16]}... instead of {entry['sha256'][:16]}...")
 
 
-def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """`name: old -> new` for each place where two JSON values differ (of a list, the first place)."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        prefix = f"{name}." if name else ""
-        return [line for key in keys for line in differences(old.get(key), new.get(key), f"{prefix}{key}")]
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        lines = (differences(a, b, f"{name}[{i}]") for i, (a, b) in enumerate(zip(old, new, strict=True)))
-        return next((line for line in lines if line), [])
-    if type(old) is type(new) and old == new:
-        return []
-    return [f"{name}: {_short(old)} -> {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:60] + "..." + text[-17:]
-
-
 def check_templates(step: Path, stored: Mapping[str, Any], templates: Mapping[str, Any], exact: bool) -> None:
     """CheckpointError unless names (all of them with `exact`), shapes and dtypes are those stored; Orbax would cast."""
     if exact and set(stored) != set(templates):

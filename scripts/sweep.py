@@ -19,20 +19,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax import config as configs
 from llama_jax.errors import CheckpointError, ConfigError, DataError, run_command
-from llama_jax.files import TMP_SUFFIX, read_json, write_atomic
+from llama_jax.files import TMP_SUFFIX, json_differences, read_json, write_atomic
 from scripts import sweep_plan, sweep_runs
 from scripts.sweep_plan import Sweep, Values
 from scripts.sweep_runs import Job
 
 PROGRAM = "llama_jax sweep"
 RECORD = "sweep.json"
-SHOWN = 8  # settings that a refusal names
 OWN = (".log", f".sweep{TMP_SUFFIX}")  # endings of files that may be there before the record
 TRAIN = (sys.executable, "-m", "llama_jax.main")
 
@@ -105,20 +104,6 @@ def _data(folder: Path) -> Any:
         raise CheckpointError(f"{folder / 'config.json'}: {error}; remove the folder, then it is done again") from None
 
 
-def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Where two JSON values differ, a line each."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in {**old, **new}}
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = dict(enumerate(zip(old, new, strict=True)))
-    else:
-        if old != new:
-            yield f"{path.removesuffix('.')}: {old!s:.60} -> {new!s:.60}"
-        return
-    for key, (before, now) in pairs.items():
-        yield from differences(before, now, f"{path}{key}.")
-
-
 def check_folder(sweep: Sweep, out: Path, make: bool = True) -> None:
     """Makes `out`, or finds that it belongs to this sweep; without `make` only the latter, of a folder that is there.
 
@@ -132,10 +117,8 @@ def check_folder(sweep: Sweep, out: Path, make: bool = True) -> None:
             old = read_json(path)
             if not isinstance(old, dict) or old.get("program") != PROGRAM:
                 raise ValueError("it is no record of a sweep")
-            changed = list(differences(old["sweep"], json.loads(json.dumps(now))))
-            if changed:
-                lines = "".join(f"\n  {line}" for line in changed[:SHOWN])
-                lines += f"\n  and {len(changed) - SHOWN} more" * (len(changed) > SHOWN)
+            if changed := json_differences(old["sweep"], now):
+                lines = "".join(f"\n  {line}" for line in changed)
                 raise ConfigError(f"{out} holds a sweep of other settings; restore them or choose another --out{lines}")
         elif make or out.exists():
             # The tasks of an array begin together: another may write the same record, or have just written it.

@@ -254,7 +254,7 @@ def test_other_settings_and_other_runs_are_refused(fake, tmp_path):
     out = tmp_path / "out"
     fake(*GRID, f"--out={out}")
     _, error, _ = fake("--config=configs/smoke.py", "--grid=optimizer.lr=0.003", f"--out={out}", code=2)
-    assert "holds a sweep of other settings" in error and "\n  stages.0.grid.optimizer.lr: [" in error
+    assert "holds a sweep of other settings" in error and "\n  stages[0].grid.optimizer.lr: [" in error
     assert fake(*GRID, "--config.optimizer.eps=1e-6", f"--out={out}", "--tasks", code=2)[1].count("\n") == 2
     fake(*GRID, f"--out={out}", "--config.log.every_updates=7")  # an execution field may change
     _, error, _ = fake(*GRID, f"--out={out}", "--config.optimizer.eps=1e-6", code=2)

@@ -91,18 +91,14 @@ find_words "$@"
 for word in "$@"; do
   name="${word%%=*}"
   case "$name" in
+    --stage | --task | --tasks | --table | --where | --devices)
+      [[ "$command" != sweep ]] || fail "$word: the jobs of a sweep have their own"
+      ;;
     -h | --help) fail "$word needs no job: python ${words[*]} $word" ;;
     --account | --partition | --time | --memory | --gpus | --gpu-type | --cpus | --signal-minutes | --slices | --at-once | \
       --after | --sbatch | --dry-run) fail "$name is an option of the job: it stands before $command" ;;
   esac
 done
-if [[ "$command" == sweep ]]; then
-  for word in "$@"; do
-    case "${word%%=*}" in
-      --stage | --task | --tasks | --table | --where | --devices) fail "$word: the jobs of a sweep have their own" ;;
-    esac
-  done
-fi
 run="$(option run "$@")" # it may be what --after waits for
 [[ -z "$run" || -n "$after" || -d "$run" ]] || fail "--run=$run is no folder"
 for name in slices at_once; do
