@@ -281,8 +281,8 @@ def test_a_step_that_ends_in_a_pause_does_not_count_the_pause():
 def test_an_update_that_is_read_late():
     clock = Clock()
     meter = Meter(1000, clock=clock)
-    for finished_s in (1005.0, 1007.0, 1009.0):
-        clock.now = finished_s + 1.9
+    for finished_s, late_s in ((1005.0, 1.9), (1007.0, 1.9), (1009.0, 0.0)):  # nothing comes behind the last
+        clock.now = finished_s + late_s
         meter.step(10, finished_s)
     assert meter.rates()["targets_per_s"] == 5.0 and meter.rates()["eta_s"] == (1000 - 30) * 4 / 20
 
